@@ -1,0 +1,105 @@
+"""The registry of backends: which kernel families exist, which are usable here, and which one takes a call.
+
+A backend is a module with four functions: ``available()`` (None, or why not here), ``unsupported(call)`` (None, or why
+not this call), ``capability(compute_capability)`` and ``run(call)``. New hardware is one file in this folder and one line
+in ``REGISTRY``; listing backends imports no kernel that is not usable.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+
+from headfit.call import SparseCall
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A kernel family: where its code is and what makes it usable."""
+
+    name: str
+    module: str
+    device_types: tuple[str, ...]
+    install_hint: str
+
+
+REGISTRY: dict[str, Backend] = {
+    b.name: b
+    for b in (  # order of preference
+        Backend("triton", "headfit.kernels.triton", ("cuda", "cpu"), "pip install 'headfit[triton]', on an NVIDIA GPU"),
+        Backend("cpu", "headfit.kernels.cpu", ("cpu",), "comes with headfit"),
+    )
+}
+
+
+class BackendUnavailable(RuntimeError):
+    """The backend that was asked for cannot run here, or cannot take this call."""
+
+
+def why_not(name: str) -> str | None:
+    """Say why backend ``name`` is not usable on this machine; None when it is."""
+    entry = REGISTRY[name]
+    try:
+        module = importlib.import_module(entry.module)
+    except ImportError as error:
+        return f"{error}; {entry.install_hint}"
+    reason: str | None = module.available()
+    return reason
+
+
+def backends() -> tuple[str, ...]:
+    """Names of the backends usable on this machine, best first. Opens no CUDA context beyond asking for a device."""
+    return tuple(name for name in REGISTRY if why_not(name) is None)
+
+
+def load(name: str) -> ModuleType:
+    """The module of backend ``name``.
+
+    Raises:
+        ValueError: no backend has that name.
+        BackendUnavailable: it exists, but not here; the message says what is missing.
+    """
+    if name not in REGISTRY:
+        raise ValueError(f"backend: got {name!r}, accepted are None (choose) or one of {', '.join(map(repr, REGISTRY))}")
+    reason = why_not(name)
+    if reason is not None:
+        raise BackendUnavailable(f"backend {name!r} cannot run here: {reason}")
+    return importlib.import_module(REGISTRY[name].module)
+
+
+def choose(call: SparseCall, name: str | None = None) -> tuple[str, ModuleType]:
+    """The backend for a call: the one named, or the first that is usable here and takes it.
+
+    An explicit request never falls back.
+
+    Raises:
+        ValueError: ``name`` is unknown.
+        BackendUnavailable: the named one cannot take the call, or none can; the message lists each reason.
+    """
+    refused: dict[str, str] = {}
+    for candidate in [name] if name is not None else REGISTRY:
+        reason = _refusal(candidate, call, explicit=name is not None)
+        if reason is None:
+            return candidate, importlib.import_module(REGISTRY[candidate].module)
+        refused[candidate] = reason
+    raise BackendUnavailable(_no_backend_text(call, refused))
+
+
+def _refusal(name: str, call: SparseCall, *, explicit: bool) -> str | None:
+    device = call.q.device.type
+    if explicit:
+        load(name)  # raises with the remedy
+    if device not in REGISTRY[name].device_types:
+        return f"runs on {' or '.join(REGISTRY[name].device_types)} tensors, q is on {device}"
+    reason = why_not(name)
+    if reason is not None:
+        return reason
+    answer: str | None = importlib.import_module(REGISTRY[name].module).unsupported(call)
+    return answer
+
+
+def _no_backend_text(call: SparseCall, refused: Mapping[str, str]) -> str:
+    shape = f"q {tuple(call.q.shape)} on {call.q.device}, layouts {[k.layout for k in call.key_sets]}"
+    return f"no backend takes this call ({shape}): " + "; ".join(f"{n}: {r}" for n, r in refused.items())
