@@ -31,7 +31,7 @@ _PUBLIC = {
     "unpack_kv": "headfit.cache",
 }
 
-__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604 - the table above is the list
+__all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
     from headfit.cache import pack_kv as pack_kv

@@ -1,7 +1,7 @@
 """What a backend gets: one checked sparse-attention call, as plain data.
 
-``ops`` builds a :class:`SparseCall` after ``checks`` accepted the arguments; a backend reads it and writes ``out``, ``lse``
-and ``max_logits``. Nothing here validates, allocates or launches.
+``ops`` builds a :class:`SparseCall` after ``checks`` accepted the arguments; a backend reads it and writes ``out``,
+``lse`` and ``max_logits``. Nothing here validates, allocates or launches.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ D_V = 512  # V is the first 512 dims of a row, in V4 (all of them) and in V3.2 (
 class KeySet:
     """One cache and the lanes a call reads from it.
 
-    Row ``i`` (``0 <= i < slots``) starts ``(i // page_size) * page_stride + (i % page_size) * row_stride`` elements after
-    the first element of ``data``. For ``v4`` the seven e8m0 scales of that row start at
+    Row ``i`` (``0 <= i < slots``) starts ``(i // page_size) * page_stride + (i % page_size) * row_stride`` elements
+    after the first element of ``data``. For ``v4`` the seven e8m0 scales of that row start at
     ``(i // page_size) * page_stride + page_size * 576 + (i % page_size) * 8`` bytes.
     """
 

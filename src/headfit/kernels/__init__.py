@@ -1,8 +1,8 @@
 """The registry of backends: which kernel families exist, which are usable here, and which one takes a call.
 
 A backend is a module with four functions: ``available()`` (None, or why not here), ``unsupported(call)`` (None, or why
-not this call), ``capability(compute_capability)`` and ``run(call)``. New hardware is one file in this folder and one line
-in ``REGISTRY``; listing backends imports no kernel that is not usable.
+not this call), ``capability(compute_capability)`` and ``run(call)``. New hardware is one file in this folder and one
+line in ``REGISTRY``; listing backends imports no kernel that is not usable.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def load(name: str) -> ModuleType:
         BackendUnavailable: it exists, but not here; the message says what is missing.
     """
     if name not in REGISTRY:
-        raise ValueError(f"backend: got {name!r}, accepted are None (choose) or one of {', '.join(map(repr, REGISTRY))}")
+        raise ValueError(f"backend: got {name!r}, accepted are None (choose) or {', '.join(map(repr, REGISTRY))}")
     reason = why_not(name)
     if reason is not None:
         raise BackendUnavailable(f"backend {name!r} cannot run here: {reason}")
