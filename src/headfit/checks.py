@@ -20,7 +20,7 @@ MAX_HEADS = 128
 
 
 def tensor(name: str, value: Any, dtype: torch.dtype | tuple[torch.dtype, ...], shape: str) -> Tensor:
-    """``value`` if it is a tensor of one of the dtypes with the dims that ``shape`` names; else TypeError/ValueError."""
+    """``value`` if it is a tensor of one of the dtypes with the dims ``shape`` names; else TypeError/ValueError."""
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     accepted = f"{' or '.join(str(d) for d in dtypes)} {shape}"
     if not isinstance(value, Tensor):

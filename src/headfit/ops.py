@@ -69,7 +69,8 @@ def flash_mla_with_kvcache(
 
     Returns:
         ``(out, lse)``: out bfloat16 ``[b, s_q, h_q, 512]``; lse float32 ``[b, h_q, s_q]``, natural log, sink not
-        included (FlashMLA's convention since 2026-01). A row with no valid key has out 0 whatever the sink, and lse +inf.
+        included (FlashMLA's convention since 2026-01). A row with no valid key has out 0 whatever the sink and
+        lse +inf.
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it, what came and what is accepted.
