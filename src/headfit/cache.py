@@ -248,7 +248,8 @@ def unpack_kv(k_cache: Tensor, layout: str | Layout | None = None) -> Tensor:
 def gather_rows(k_cache: Tensor, slots: Tensor, layout: str | Layout | None = None) -> Tensor:
     """Dequantised rows of valid slots: bf16 ``[n, d_qk]``.
 
-    `slots` is ``[n]`` of an int dtype, each page * page_size + offset. Nothing is checked about the values of `slots`; a caller leaves invalid ones out.
+    `slots` is ``[n]`` of an int dtype, each page * page_size + offset. Nothing is checked about their values: a caller
+    leaves invalid ones out.
     """
     index = slots.long()
     page, offset = index // k_cache.shape[1], index % k_cache.shape[1]
@@ -268,7 +269,7 @@ def write_rows(k_cache: Tensor, slots: Tensor, kv: Tensor) -> None:
     Raises:
         ValueError: shapes that do not fit. TypeError: unknown dtype.
     """
-    pages, page_size = k_cache.shape[:2]
+    pages = k_cache.shape[0]
     width = k_cache.shape[-1] if k_cache.dtype == torch.bfloat16 else _check_packed(k_cache, None).d_qk
     _check_rows("kv", kv, width)
     if slots.shape != kv.shape[:1]:
