@@ -50,9 +50,9 @@ class Shard:
     """What rank ``rank`` of ``world`` ranks owns: see `Geometry.shard`.
 
     ``heads``: global indices of its query heads. ``groups``: global indices of the output groups that its heads touch;
-    each is owned whole while world <= o_groups, and beyond that a rank owns part of exactly one group:
-    ``group_ranks`` ranks share it and ``group_part`` is this rank's place among them. Both output projections are linear,
-    so partial sums of a shared group add up exactly in the one all-reduce at the end.
+    each is owned whole while world <= o_groups. Beyond that a rank owns part of one group, which ``group_ranks`` ranks
+    share, ``group_part`` being its place among them. Both output projections are linear, so partial sums of a shared
+    group add up exactly in the one all-reduce at the end.
     """
 
     rank: int
@@ -129,7 +129,7 @@ class Geometry:
                 )
             if (ratio == 0) != (kind == "sliding") or ratio < 0:
                 raise ValueError(
-                    f"compress_ratios: layer {layer} is {kind} with ratio {ratio}; need 0 for sliding, else 2 or more"
+                    f"compress_ratios: layer {layer} is {kind} with ratio {ratio}; need 0 for sliding, else 1 or more"
                 )
 
     @property
@@ -270,12 +270,19 @@ def _layers(fields: Mapping[str, Any], layers: int) -> tuple[tuple[LayerKind, ..
     ratios = fields.get("compress_ratios")
     types = fields.get("layer_types")
     mtp = fields.get("num_nextn_predict_layers", fields.get("n_mtp_layers")) or 0
+    if isinstance(mtp, bool) or not isinstance(mtp, int) or mtp < 0:
+        raise ValueError(f"num_nextn_predict_layers: got {mtp!r}, need an integer >= 0")
+    for name, value in (("compress_ratios", ratios), ("layer_types", types)):
+        if value is not None and not isinstance(value, (list, tuple)):
+            raise ValueError(f"{name}: got {value!r}, need a list with one entry per layer")
     if types is not None:
         unknown = sorted({str(t) for t in types} - set(_HF_KINDS))
         if unknown:
             raise ValueError(f"layer_types: got {', '.join(unknown)}, accepted are {', '.join(_HF_KINDS)}")
         rates = {"compressed_sparse": 4, "heavily_compressed": 128}
         given = fields.get("compress_rates") or {}
+        if not isinstance(given, Mapping):
+            raise ValueError(f"compress_rates: got {given!r}, need an object that maps layer types to integers")
         rates.update({_HF_KINDS[k]: v for k, v in given.items() if k in _HF_KINDS})
         for kind, old in (("compressed_sparse", "compress_rate_csa"), ("heavily_compressed", "compress_rate_hca")):
             rates[kind] = fields.get(old) or rates[kind]
@@ -290,8 +297,7 @@ def _layers(fields: Mapping[str, Any], layers: int) -> tuple[tuple[LayerKind, ..
         raise ValueError("config: lacks compress_ratios or layer_types; need one entry per layer")
     if len(kinds) < layers:
         raise ValueError(f"config: {layers} layers, but compress_ratios or layer_types has {len(kinds)} entries")
-    mtp = max(int(mtp), len(kinds) - layers)
-    return kinds[:layers], tuple(ratios[:layers]), mtp
+    return kinds[:layers], tuple(ratios[:layers]), max(mtp, len(kinds) - layers)
 
 
 _FLASH: Final[Mapping[str, Any]] = {
