@@ -112,6 +112,11 @@ def _counts(name: str, counts: object) -> frozenset[int]:
     raise TypeError(f"{name}: got {counts!r}, need a container of ints such as {{16, 32, 64}} or range(1, 129)")
 
 
+def _widths(name: str, widths: object) -> range | frozenset[int]:
+    """As `_counts`, but a range stays one: "every multiple of 64" is too long to write out."""
+    return widths if isinstance(widths, range) and widths and min(widths[0], widths[-1]) > 0 else _counts(name, widths)
+
+
 @dataclass(frozen=True)
 class Capability:
     """What one kernel family accepts. Facts come from a probe, each with its source, and not from a version alone.
@@ -128,7 +133,8 @@ class Capability:
         fork: what selects the kernel. ``"rows"``: one entry that looks at the row count, or one kernel for all.
             ``"entry"``: prefill and decode are two functions, and the engine's mode says which one it calls (FlashMLA:
             decode, target_verify and idle call the decode entry); ``row_split`` is then 0.
-        prefill_topk, decode_topk: index widths that side accepts, None for any.
+        prefill_topk, decode_topk: index widths that side accepts, None for any; a frozenset, or a range such as
+            ``range(64, 2**31, 64)`` for every multiple of 64.
         version: of the installed package, where it has one.
         sources: fact name -> where it was read; a mapping or pairs, kept as a tuple of pairs.
         problems: what could not be read; shown by ``headfit doctor``.
@@ -165,7 +171,7 @@ class Capability:
             object.__setattr__(self, name, _counts(name, getattr(self, name)))
         for name in ("prefill_topk", "decode_topk"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, _counts(name, getattr(self, name)))
+                object.__setattr__(self, name, _widths(name, getattr(self, name)))
         if self.fork not in ("rows", "entry"):
             raise ValueError(f"fork: got {self.fork!r}, accepted are 'rows' and 'entry'")
         if self.fork == "entry" and self.row_split:
@@ -205,9 +211,9 @@ class Capability:
         """Head counts that the kernel of this side accepts."""
         return cast("frozenset[int]", self.prefill_heads if side == "prefill" else self.decode_heads)
 
-    def topk(self, side: Side) -> frozenset[int] | None:
+    def topk(self, side: Side) -> range | frozenset[int] | None:
         """Index widths that the kernel of this side accepts, None for any."""
-        return cast("frozenset[int] | None", self.prefill_topk if side == "prefill" else self.decode_topk)
+        return cast("range | frozenset[int] | None", self.prefill_topk if side == "prefill" else self.decode_topk)
 
 
 # One predicate per rule.
@@ -257,6 +263,8 @@ def topk_problem(call: Call, capability: Capability) -> str | None:
 
 def words(counts: Iterable[int]) -> str:
     """Sorted counts as a person writes them, runs of three or more joined: ``1-128`` or ``16, 32, 64``."""
+    if isinstance(counts, range) and counts.start == counts.step > 1:
+        return f"multiples of {counts.step}"
     runs: list[list[int]] = []
     for n in sorted(counts):
         if runs and n == runs[-1][-1] + 1:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+_PREFIX: Final = "HEADFIT_"
 UNPAD_SWITCH: Final = "SGLANG_OPT_DSV4_UNPAD_PREFILL_MLA_HEADS"
 
 Value = str | bool | None
@@ -89,5 +90,7 @@ def read(name: str, environ: Mapping[str, str] | None = None) -> Value:
 def unknown(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """``HEADFIT_*`` variables that are set but that nothing reads -> the name that was probably meant, or ``""``."""
     names = os.environ if environ is None else environ
-    stray = sorted(n for n in names if n.startswith("HEADFIT_") and n not in VARIABLES)
-    return {n: next(iter(difflib.get_close_matches(n, VARIABLES, 1)), "") for n in stray}
+    ours = {n.removeprefix(_PREFIX): n for n in VARIABLES if n.startswith(_PREFIX)}
+    stray = sorted(n for n in names if n.startswith(_PREFIX) and n not in VARIABLES)
+    near = {n: difflib.get_close_matches(n.removeprefix(_PREFIX), ours, 1) for n in stray}
+    return {n: ours[near[n][0]] if near[n] else "" for n in stray}

@@ -1,0 +1,173 @@
+"""What an installed FlashInfer says about its SM120 sparse-MLA kernels: read from it, not assumed from its version.
+
+Belongs here: where FlashInfer keeps its row split, its head switches and its topk sets, in the releases that have these
+kernels (0.6.14 and newer), and how to read each. Does not belong here: running FlashInfer, deciding a width.
+
+Where each fact stands:
+
+- row split: ``_DECODE_MAX_TOKENS`` of `MODULE`, a file up to 0.6.18 and a package with the same name in 0.7;
+- decode heads and topk: up to 0.6.18 the pairs in ``_DECODE_DSV4_DISPATCH``; in 0.7 the public function
+  ``supported_sparse_mla_sm120_configs()``, because the pairs have become an envelope;
+- prefill heads and topk: only in the shipped CUDA source. Up to 0.6.18 two functions of ``sparse_mla_sm120_prefill.cu``
+  switch over ``num_heads``; in 0.7 ``visit_prefill_heads`` of ``attention_plan.h`` lists them, and
+  ``attention_resolve.cu`` asks for a multiple in topk. In 0.7.4 decode takes any 1..128 heads, prefill a closed list.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Final
+
+MODULE: Final = "flashinfer.mla._sparse_mla_sm120"
+SPLIT_NAME: Final = "_DECODE_MAX_TOKENS"
+_PREFILL_06: Final = "data/csrc/sparse_mla_sm120_prefill.cu"
+_PREFILL_07: Final = "data/include/flashinfer/attention/sparse_mla_sm120/execution/attention_plan.h"
+_TOPK_07: Final = "data/csrc/sparse_mla_sm120/attention_resolve.cu"
+
+
+class NotReadableError(Exception):
+    """A fact is not where it is known to stand; the text says what was looked for and where."""
+
+
+@dataclass(frozen=True)
+class SideFacts:
+    """Head counts and index widths of one kernel, and where they were read. ``topk`` None: any."""
+
+    heads: frozenset[int]
+    topk: frozenset[int] | range | None
+    source: str
+
+
+def row_split(module: ModuleType) -> int:
+    """The largest row count that still decodes.
+
+    Raises:
+        NotReadableError: the constant is missing, or is no count.
+    """
+    value = getattr(module, SPLIT_NAME, None)
+    if value is None:
+        raise NotReadableError(f"{MODULE} has no {SPLIT_NAME}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise NotReadableError(f"{MODULE}.{SPLIT_NAME} is {value!r}, not a row count")
+    return value
+
+
+def decode_facts(module: ModuleType) -> SideFacts:
+    """Head counts and topk of the split-K decode kernel of the 584-byte DeepSeek-V4 cache.
+
+    Raises:
+        NotReadableError: neither of the two known tables is there in a known form.
+    """
+    query = getattr(module, "supported_sparse_mla_sm120_configs", None)
+    if query is not None:
+        config = query()["dsv4"]
+        topk = None if config.topk_is_runtime else _counts(config.topks, "topks")
+        heads = _counts(config.supported_num_heads(), "supported_num_heads()")
+        return SideFacts(heads, topk, f"{MODULE}.supported_sparse_mla_sm120_configs()['dsv4']")
+    table = getattr(module, "_DECODE_DSV4_DISPATCH", None)
+    if not isinstance(table, (set, frozenset)):
+        raise NotReadableError(
+            f"{MODULE} has neither supported_sparse_mla_sm120_configs nor a _DECODE_DSV4_DISPATCH set"
+        )
+    pairs = {pair for pair in table if isinstance(pair, tuple) and len(pair) == 2}
+    heads = _counts((h for h, _ in pairs), "_DECODE_DSV4_DISPATCH")
+    # A topk counts only if every listed head count has it: the two sets must be legal in any combination.
+    topk = frozenset(k for _, k in pairs if all((h, k) in pairs for h in heads))
+    if len(pairs) != len(table) or not topk:
+        raise NotReadableError(f"{MODULE}._DECODE_DSV4_DISPATCH holds something else than (heads, topk) pairs")
+    return SideFacts(heads, topk, f"{MODULE}._DECODE_DSV4_DISPATCH")
+
+
+def prefill_facts(root: Path) -> SideFacts:
+    """Head counts and topk of the paged prefill kernel, from the CUDA source under ``root``, the package's folder.
+
+    Raises:
+        NotReadableError: neither source is there, or it does not have the known form.
+    """
+    old, new = root / _PREFILL_06, root / _PREFILL_07
+    if new.is_file():
+        return _prefill_07(new, root / _TOPK_07)
+    if old.is_file():
+        return _prefill_06(old)
+    raise NotReadableError(f"the package ships neither {_PREFILL_06} nor {_PREFILL_07}")
+
+
+def package_root(module: ModuleType) -> Path:
+    """The ``flashinfer`` folder that ``module`` was loaded from.
+
+    Raises:
+        NotReadableError: the module has no file, or none below such a folder.
+    """
+    file = getattr(module, "__file__", None)
+    for folder in Path(file).parents if isinstance(file, str) else ():
+        if folder.name == "flashinfer":
+            return folder
+    raise NotReadableError(f"{MODULE} was loaded from {file!r}, not from a flashinfer folder")
+
+
+def _counts(values: Iterable[object], what: str) -> frozenset[int]:
+    counts = list(values)
+    if not counts or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in counts):
+        raise NotReadableError(f"{what} of {MODULE} is {counts!r}, not a list of counts")
+    return frozenset(n for n in counts if isinstance(n, int))
+
+
+def _body(text: str, opening: str, where: str) -> str:
+    """The brace-balanced body of the one function whose definition matches ``opening``."""
+    found = list(re.finditer(opening, text))
+    if len(found) != 1:
+        raise NotReadableError(f"{where}: {len(found)} functions match {opening!r}, need one")
+    start = text.index("{", found[0].end())
+    depth = 0
+    for at in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[at], 0)
+        if depth == 0:
+            return text[start : at + 1]
+    raise NotReadableError(f"{where}: the braces of {opening!r} do not balance")
+
+
+def _source(path: Path) -> str:
+    text = path.read_text(encoding="utf-8", errors="replace")
+    text = re.sub(r"/\*.*?\*/", " ", text, flags=re.S)
+    return re.sub(r"//[^\n]*", " ", text)
+
+
+def _prefill_06(path: Path) -> SideFacts:
+    text, where = _source(path), path.name
+    heads: frozenset[int] | None = None
+    topk: frozenset[int] = frozenset()
+    for function in ("dispatch_dsv4_single", "dispatch_dsv4_dual"):  # one cache, and window + extra cache
+        body = _body(text, rf"\bbool\s+{function}\s*\(", where)
+        switches = re.split(r"switch\s*\(\s*num_heads\s*\)", body)[1:]
+        if not switches:
+            raise NotReadableError(f"{where}: {function} does not switch over num_heads")
+        for switch in switches:
+            listed = frozenset(int(n) for n in re.findall(r"\bcase\s+(\d+)\s*:", switch.split("default")[0]))
+            heads = listed if heads is None else heads & listed
+        if function == "dispatch_dsv4_single":
+            topk = frozenset(int(n) for n in re.findall(r"\btopk\s*==\s*(\d+)", body))
+    if not heads or not topk:
+        raise NotReadableError(f"{where}: no head count or no topk is common to its dispatch functions")
+    return SideFacts(heads, topk, f"flashinfer/{_PREFILL_06}: switch (num_heads) in dispatch_dsv4_single and _dual")
+
+
+def _prefill_07(path: Path, topk_path: Path) -> SideFacts:
+    text, where = _source(path), path.name
+    body = _body(text, r"\bPrefillLaunchResult\s+visit_prefill_heads\s*\(", where)
+    heads: set[int] = set()
+    # `if constexpr (condition) { HEAD(8) HEAD(16) }`, where the condition names a variant and model types
+    for condition, block in re.findall(r"if\s+constexpr\s*\((.*?)\)\s*\{([^{}]*)\}", body, flags=re.S):
+        if re.search(r"\bmg\b", condition) and re.search(r"\bMT\s*==\s*ModelType::DSV4\b(?!_)", condition):
+            heads |= {int(n) for n in re.findall(r"\bHEAD\(\s*(\d+)\s*\)", block)}
+    if not heads:
+        raise NotReadableError(f"{where}: visit_prefill_heads lists no head count for the mg variant of DSV4")
+    steps = {int(n) for n in re.findall(r"\bm\.topk\s*%\s*(\d+)\s*==\s*0", _source(topk_path))}
+    if len(steps) != 1:
+        raise NotReadableError(f"{topk_path.name}: it asks for topk in multiples of {sorted(steps)}, need one number")
+    step = steps.pop()
+    source = f"flashinfer/{_PREFILL_07}: visit_prefill_heads, variant MG, model DSV4; topk: {topk_path.name}"
+    return SideFacts(frozenset(heads), range(step, 2**31, step), source)
