@@ -21,13 +21,13 @@ _PUBLIC = {
     "SinkCache": "headfit.sinks",
     "WidthDecision": "headfit.width",
     "backends": "headfit.kernels",
-    "decode_max_rows": "headfit.probe",
+    "decode_max_rows": "headfit.probes",
     "flash_mla_sparse_fwd": "headfit.ops",
     "flash_mla_with_kvcache": "headfit.ops",
     "get_mla_metadata": "headfit.ops",
     "pack_kv": "headfit.cache",
     "plan_width": "headfit.width",
-    "probe": "headfit.probe",
+    "probe": "headfit.probes",
     "unpack_kv": "headfit.cache",
 }
 
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from headfit.ops import flash_mla_sparse_fwd as flash_mla_sparse_fwd
     from headfit.ops import flash_mla_with_kvcache as flash_mla_with_kvcache
     from headfit.ops import get_mla_metadata as get_mla_metadata
-    from headfit.probe import decode_max_rows as decode_max_rows
-    from headfit.probe import probe as probe
+    from headfit.probes import decode_max_rows as decode_max_rows
+    from headfit.probes import probe as probe
     from headfit.sinks import SinkCache as SinkCache
     from headfit.width import Call as Call
     from headfit.width import Capability as Capability

@@ -3,7 +3,8 @@
 Belongs here: `decode_max_rows`, `probe` and the assembling of a `Capability`. Does not belong here: deciding a width,
 running a kernel, knowing how a particular package writes its tables (`headfit.flashinfer_facts`).
 
-Importing this module imports nothing foreign; calling it may import FlashInfer, if that is installed.
+Importing this module imports nothing foreign; calling it may import FlashInfer, if that is installed. (Its name is not
+`probe`, because a submodule of that name would take the place of the public function `headfit.probe`.)
 """
 
 from __future__ import annotations
