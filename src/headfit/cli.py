@@ -216,9 +216,10 @@ def _print_result(console: Console, comparison: data.Comparison) -> None:
     console.print(Text(f"{work.model}: {work.layers} layers, {work.heads} heads, TP {options.tp}, {work.backend} backend, {work.cache_layout} cache", "bold"))
     console.print(Text(f"prompt: {work.prompt}, {work.prompt_tokens} of {work.prompt_tokens_all} tokens in chunks of {options.prefill_chunk}", "dim"))
     cells = data.lane_table(comparison)
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     for place, header in enumerate(cells.headers):
-        table.add_column(header, justify="left" if place < 2 else "right", no_wrap=True)
+        # Two lines of heading and one space between columns: the whole table stands in 80 columns.
+        table.add_column(header.replace("lane ", "lane\n"), justify="left" if place < 2 else "right", no_wrap=True)
     for row in cells.rows:
         table.add_row(*(Text(cell, "bold red" if cell == "NO" else "") for cell in row))
     console.print()

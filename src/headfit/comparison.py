@@ -23,6 +23,16 @@ KIND_NAMES = {
     "compressed_sparse": "compressed sparse",
     "heavily_compressed": "heavily compressed",
 }
+# From a value of `limit` on, in `unit`: this many digits.
+_SPANS = (
+    (99.95, 1.0, 0, "s"),
+    (9.995, 1.0, 1, "s"),
+    (0.9995, 1.0, 2, "s"),
+    (99.95, 1e3, 0, "ms"),
+    (9.995, 1e3, 1, "ms"),
+    (0.9995, 1e3, 2, "ms"),
+    (99.95, 1e6, 0, "us"),
+)
 TP_AXIS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -273,8 +283,7 @@ def lane_table(comparison: Comparison) -> Table:
                 KIND_NAMES.get(lane.kind, lane.kind),
                 f"{lane.rows}",
                 f"{lane.heads}",
-                f"{lane.width_off}",
-                f"{lane.width_on}",
+                f"{lane.width_off} -> {lane.width_on}",
                 duration(lane.off),
                 duration(lane.on),
                 percent(lane.saved),
@@ -282,7 +291,7 @@ def lane_table(comparison: Comparison) -> Table:
                 f"{note}",
             )
         )
-    headers = ("phase", "layers", "rows", "heads", "off", "on", "lane off", "lane on", "saved", "same bits", "why")
+    headers = ("phase", "layers", "rows", "heads", "width", "lane off", "lane on", "saved", "same", "why")
     return Table(headers, tuple(rows), tuple(notes))
 
 
@@ -329,13 +338,10 @@ def waste_of(heads: int) -> tuple[WastePoint, ...]:
 
 def duration(seconds: float) -> str:
     """Three digits with a unit."""
-    if seconds >= 100:
-        return f"{seconds:.0f} s"
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    if seconds >= 1e-3:
-        return f"{seconds * 1e3:.1f} ms"
-    return f"{seconds * 1e6:.0f} us"
+    for limit, scale, digits, unit in _SPANS:
+        if seconds * scale >= limit:
+            return f"{seconds * scale:.{digits}f} {unit}"
+    return f"{seconds * 1e6:.1f} us"
 
 
 def percent(share: float) -> str:

@@ -144,10 +144,8 @@ def _figure(width: float, height: float, rows: int = 1, ratios: list[int] | None
     axes = [row[0] for row in grid]
     for axis in axes:
         axis.patch.set_alpha(0.0)
-        for side in ("top", "right", "left"):
+        for side in ("top", "right", "left", "bottom"):
             axis.spines[side].set_visible(False)
-        axis.spines["bottom"].set_color(_INK)
-        axis.spines["bottom"].set_alpha(0.35)
         axis.tick_params(colors=_INK, length=0, labelsize=11)
     return figure, axes
 
@@ -175,6 +173,10 @@ def _svg(figure: Figure, salt: str, label: str) -> str:
     return f'{opening} role="img" aria-label="{label}">{rest}'.strip()
 
 
+def _label(axis: Any, text: str, at: tuple[float, float], shift: tuple[int, int], **alignment: str) -> None:
+    axis.annotate(text, at, shift, textcoords="offset points", fontsize=10.5, color=_INK, **alignment)
+
+
 def lane_plot(comparison: data.Comparison) -> str:
     """SVG: lane time per phase (one panel each) and layer kind, off above on, with what was saved."""
     totals = comparison.phases()
@@ -184,20 +186,20 @@ def lane_plot(comparison: data.Comparison) -> str:
     )
     for axis, total in zip(axes, totals, strict=True):
         kinds = bars[total.phase]
-        scale, unit = (1.0, "s") if total.off >= 1 else (1e3, "ms")
         for place, (_, off, on) in enumerate(kinds):
-            axis.barh(place - 0.19, off * scale, height=0.34, color=_OFF, label="padded (off)" if place == 0 else None)
-            axis.barh(
-                place + 0.19, on * scale, height=0.34, color=_ON, label="planned width (on)" if place == 0 else None
-            )
-            saved = 1 - on / off if off > 0 else 0.0
-            axis.annotate(
-                f"  {data.percent(saved)} saved", (on * scale, place + 0.19), va="center", fontsize=10.5, color=_INK
-            )
+            saved = data.percent(1 - on / off if off > 0 else 0.0)
+            for shift, value, text, colour, name in (
+                (-0.19, off, data.duration(off), _OFF, "padded (off)"),
+                (0.19, on, f"{data.duration(on)}, {saved} saved", _ON, "planned width (on)"),
+            ):
+                axis.barh(place + shift, value, height=0.34, color=colour, label=name if place == 0 else None)
+                _label(axis, text, (value, place + shift), (5, 0), va="center")
         axis.set_yticks(range(len(kinds)), [data.KIND_NAMES.get(kind, kind) for kind, _, _ in kinds])
         axis.invert_yaxis()
-        axis.set_xlim(0, 1.04 * scale * max(max(off, on * 1.25) for _, off, on in kinds))
-        axis.set_title(f"{total.phase}, {unit}", loc="left", fontsize=12, color=_INK)
+        widest = max(off for _, off, _ in kinds)
+        axis.set_xlim(0, max(1.18 * widest, *(on + 0.42 * widest for _, _, on in kinds)))  # room for the labels
+        axis.set_xticks([])
+        axis.set_title(total.phase, loc="left", fontsize=12, color=_INK)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(
         handles,
@@ -231,15 +233,7 @@ def waste_plot(comparison: data.Comparison) -> str:
     colours = [_ON if point.tp == comparison.options.tp else _OFF for point in points]
     axis.bar(places, [100 * point.wasted for point in points], width=0.62, color=colours)
     for place, point in zip(places, points, strict=True):
-        axis.annotate(
-            f"{100 * point.wasted:.3g} %",
-            (place, 100 * point.wasted),
-            (0, 4),
-            textcoords="offset points",
-            ha="center",
-            fontsize=10.5,
-            color=_INK,
-        )
+        _label(axis, f"{100 * point.wasted:.3g} %", (place, 100 * point.wasted), (0, 4), ha="center")
     axis.set_xticks(places, [f"TP {point.tp}\n{point.heads} of {point.width}" for point in points])
     axis.set_yticks([])
     axis.set_ylim(0, 108)
