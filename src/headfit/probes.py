@@ -13,6 +13,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -172,9 +173,14 @@ def _side(read: Callable[[], facts.SideFacts], side: str, problems: list[str]) -
 def _import_flashinfer() -> tuple[ModuleType | None, str]:
     """FlashInfer's SM120 module, or None and why. A broken package may raise anything, and even exit."""
     try:
-        return importlib.import_module(facts.MODULE), ""
+        module = importlib.import_module(facts.MODULE)
     except (Exception, SystemExit) as error:
         return None, f"import {facts.MODULE}: {_text(error)}"
+    package = facts.MODULE.partition(".")[0]
+    # Where importing the package failed half-way, submodules stay behind, and a second import of one "succeeds".
+    if getattr(module, "__spec__", None) is not None and package not in sys.modules:
+        return None, f"import {package}: it failed earlier in this process and left only parts behind"
+    return module, ""
 
 
 def _installed(package: str) -> bool:
