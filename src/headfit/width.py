@@ -234,6 +234,8 @@ def _native(call: Call, capability: Capability) -> WidthDecision:
     side = side_of(call, capability)
     heads = capability.heads(side)
     kernel = f"the {side} kernel of {capability.family} takes {words(heads)} heads"
+    if capability.problems:
+        kernel += ", as far as could be read (`headfit doctor` says what could not)"
     width = smallest_listed(heads, call.n_local)
     if width is None:
         raise NoLegalWidthError(
