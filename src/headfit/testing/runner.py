@@ -1,0 +1,247 @@
+"""The suite as a list of cases, and a runner that needs no test framework.
+
+A check is a function of (:class:`Setup`, :class:`~headfit.testing.pages.Route`) that protects one sentence of the
+contract and raises :class:`~headfit.testing.compare.ConformanceFailure`. :func:`check` registers it; every check times
+every route it names is one case.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import time
+import traceback
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+import torch
+
+from headfit import kernels
+from headfit.testing.build import build
+from headfit.testing.calls import BuiltCall, CallSpec
+from headfit.testing.pages import ROUTES, Route
+
+T = TypeVar("T")
+Scale = Literal["full", "small"]
+ALL = tuple(ROUTES)
+KVCACHE = tuple(name for name, route in ROUTES.items() if route.entry == "kvcache")
+PACKED = tuple(name for name, route in ROUTES.items() if route.packed)
+PREFILL = tuple(name for name, route in ROUTES.items() if route.entry == "sparse")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is tested, where, at which size, from which seed."""
+
+    backend: str
+    device: torch.device
+    scale: Scale = "full"
+    seed: int = 0
+
+    def pick(self, full: T, small: T) -> T:
+        """The value for this run's scale."""
+        return full if self.scale == "full" else small
+
+    def number(self, *tag: object) -> int:
+        """A seed for one purpose, fixed by the run's seed and ``tag``."""
+        return zlib.crc32(repr((self.seed, *tag)).encode())
+
+    def random(self, *tag: object) -> random.Random:
+        """A generator for one purpose."""
+        return random.Random(self.number(*tag))
+
+    def build(self, spec: CallSpec) -> BuiltCall:
+        """The call's tensors on this run's device; a spec without a seed gets one from the run's."""
+        if spec.seed == 0:
+            spec = CallSpec(**{**vars(spec), "seed": self.number(str(spec))})
+        return build(spec, self.device)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One sentence of the contract and the function that holds a backend to it.
+
+    ``cuda``: only meaningful there. ``large``: only at scale "full". ``cpu_routes``: the routes that stand for all of
+    them on a CPU, where the others would cost minutes and run the same code.
+    """
+
+    name: str
+    sentence: str
+    routes: tuple[str, ...]
+    function: Callable[[Setup, Route], None]
+    cuda: bool = False
+    large: bool = False
+    cpu_routes: tuple[str, ...] | None = None
+
+    def routes_on(self, device: torch.device) -> tuple[str, ...]:
+        """The routes that make cases on ``device``."""
+        return self.routes if self.cpu_routes is None or device.type == "cuda" else self.cpu_routes
+
+
+@dataclass(frozen=True)
+class Case:
+    """One check on one route."""
+
+    check: Check
+    route: Route
+
+    @property
+    def id(self) -> str:
+        """A name a person can read: ``check[route]``."""
+        return f"{self.check.name}[{self.route.name}]"
+
+    def run(self, setup: Setup) -> None:
+        """Run it; raises ConformanceFailure where the backend breaks the sentence."""
+        self.check.function(setup, self.route)
+
+
+CHECKS: dict[str, Check] = {}
+CheckFunction = Callable[[Setup, Route], None]
+
+
+def check(
+    sentence: str,
+    *,
+    routes: Sequence[str] = ALL,
+    cuda: bool = False,
+    large: bool = False,
+    cpu_routes: tuple[str, ...] | None = None,
+) -> Callable[[CheckFunction], CheckFunction]:
+    """Register a check function under its own name; ``sentence`` is what it protects, in the contract's words."""
+
+    def register(function: CheckFunction) -> CheckFunction:
+        name = function.__name__.removeprefix("check_")
+        if name in CHECKS:
+            raise ValueError(f"check: the name {name!r} is taken; names are unique")
+        CHECKS[name] = Check(name, sentence, tuple(routes), function, cuda, large, cpu_routes)
+        return function
+
+    return register
+
+
+def conformance_cases(
+    device: torch.device | str = "cpu", scale: Scale = "full", only: Iterable[str] | None = None
+) -> list[Case]:
+    """Every case that applies on ``device`` at ``scale``.
+
+    Args:
+        device: where the tensors of the calls will lie.
+        scale: "full", or "small" for interpreters: few rows, heads and lanes, the same sentences.
+        only: names of checks; None means all.
+
+    Raises:
+        ValueError: ``only`` names an unknown check, or ``scale`` is unknown.
+    """
+    for topic in ("shapes", "meaning", "exactness", "packed", "errors", "size"):
+        importlib.import_module(f"headfit.testing.checks_{topic}")  # importing registers
+    if scale not in ("full", "small"):
+        raise ValueError(f"scale: got {scale!r}, accepted are 'full' and 'small'")
+    wanted = set(CHECKS) if only is None else set(only)
+    if wanted - set(CHECKS):
+        raise ValueError(f"only: got {sorted(wanted - set(CHECKS))}, accepted are {', '.join(CHECKS)}")
+    where = torch.device(device)
+    on_cuda = where.type == "cuda"
+    return [
+        Case(c, ROUTES[route])
+        for c in CHECKS.values()
+        if c.name in wanted and (on_cuda or not c.cuda) and (scale == "full" or not c.large)
+        for route in c.routes_on(where)
+    ]
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """How one case went: status "passed", "failed" (the contract is broken) or "error" (the call raised)."""
+
+    id: str
+    sentence: str
+    status: Literal["passed", "failed", "error"]
+    message: str
+    seconds: float
+
+
+@dataclass
+class Report:
+    """The outcome of :func:`run_conformance`."""
+
+    backend: str
+    device: str
+    scale: Scale
+    seed: int
+    results: list[CaseResult] = field(default_factory=list)
+    variants: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every case passed."""
+        return all(r.status == "passed" for r in self.results)
+
+    @property
+    def failures(self) -> list[CaseResult]:
+        """The cases that did not pass."""
+        return [r for r in self.results if r.status != "passed"]
+
+    def __str__(self) -> str:
+        seconds = sum(r.seconds for r in self.results)
+        lines = [
+            f"{self.backend} on {self.device}, scale {self.scale}, seed {self.seed}: "
+            f"{len(self.results) - len(self.failures)} of {len(self.results)} cases passed in {seconds:.1f} s"
+        ]
+        lines += [f"{r.status.upper()} {r.id}\n  protects: {r.sentence}\n  {r.message}" for r in self.failures]
+        if self.variants:
+            lines.append("launched: " + ", ".join(f"{name} x {n}" for name, n in sorted(self.variants.items())))
+        return "\n".join(lines)
+
+
+def run_conformance(
+    backend: str,
+    device: torch.device | str = "cpu",
+    scale: Scale = "full",
+    seed: int | None = None,
+    only: Iterable[str] | None = None,
+    progress: Callable[[CaseResult], None] | None = None,
+) -> Report:
+    """Hold a registered backend to the contract; no test framework needed.
+
+    Args:
+        backend: a name in ``headfit.kernels.REGISTRY``.
+        device: where the tensors lie, "cuda" for GPU backends.
+        scale: "full", or "small" for interpreters.
+        seed: of all data; None draws a fresh one, which the report states.
+        only: names of checks; None means all.
+        progress: called with each result as it comes.
+
+    Returns:
+        A :class:`Report`: ``.ok``, ``.failures``, ``str(report)``. Where the backend's module has a
+        ``record_variants()`` context manager that yields a list of names, the launches are counted in ``.variants``.
+
+    Raises:
+        ValueError: unknown backend, scale or check. headfit.kernels.BackendUnavailable: the backend cannot run here.
+    """
+    kernels.load(backend)
+    seed = random.SystemRandom().randrange(2**31) if seed is None else seed
+    setup = Setup(backend, torch.device(device), scale, seed)
+    report = Report(backend, str(setup.device), scale, seed)
+    for case in conformance_cases(device, scale, only):
+        result = run_case(case, setup)
+        report.results.append(result)
+        if progress is not None:
+            progress(result)
+    return report
+
+
+def run_case(case: Case, setup: Setup) -> CaseResult:
+    """Run one case and catch what it raises."""
+    start = time.perf_counter()
+    status: Literal["passed", "failed", "error"] = "passed"
+    message = ""
+    try:
+        case.run(setup)
+    except AssertionError as failure:
+        status, message = "failed", str(failure)
+    except Exception:
+        status, message = "error", traceback.format_exc(limit=-6)
+    return CaseResult(case.id, case.check.sentence, status, message, time.perf_counter() - start)
