@@ -16,7 +16,7 @@ from headfit.width import Call, Capability, NoLegalWidthError, Policy, plan_widt
 
 MODES = ["extend", "mixed", "split_prefill", "draft_extend", "target_verify", "decode", "idle", "dllm_extend"]
 ROWS = [0, 1, 64, 65, 4096]
-HEADS = [(64, 64), (32, 64), (16, 64), (8, 64), (4, 64), (128, 128), (64, 128), (16, 128)]
+HEADS = [(64, 64), (32, 64), (8, 64), (4, 64), (128, 128), (16, 128)]
 
 FLASHINFER = {"prefill_heads": {8, 16, 32, 64, 128}, "decode_heads": {8, 16, 32, 64, 128}}
 CAPABILITIES = {
@@ -58,9 +58,10 @@ def published_gate(name: str, call: Call, switch: bool, draft: bool) -> int:
 @pytest.mark.parametrize("name", CAPABILITIES)
 def test_sm12x_prefill_truth_table(name: str) -> None:
     capability = CAPABILITIES[name]
-    axes = itertools.product(MODES, [None, *MODES], (False, True), (True, False), (False, True), ROWS, HEADS)
+    axes = itertools.product(MODES, [None, *MODES], (False, True), (True, False), ROWS, HEADS, (False,))
+    drafts = itertools.product(MODES, [None, *MODES], (False,), (True,), (64, 65), [(32, 64)], (True,))
     opened = 0
-    for mode, original, graph, switch, draft, rows, (n_local, n_heads) in axes:
+    for mode, original, graph, switch, rows, (n_local, n_heads), draft in itertools.chain(axes, drafts):
         call = Call(rows, n_local, n_heads, mode, original, graph)
         policy = Policy.sm12x_prefill(enabled=switch, draft_extend=draft)
         decision = plan_width(call, capability, policy)
@@ -172,7 +173,7 @@ policies = st.one_of(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(calls(), capabilities, policies)
 def test_properties(call: Call, capability: Capability, policy: Policy) -> None:
     one_kernel = capability.row_split == 0
@@ -291,6 +292,13 @@ def test_switched_off_by_the_environment_keeps_the_pad_and_names_the_variable() 
 def test_call_is_checked(arguments: dict, match: str) -> None:
     with pytest.raises((ValueError, TypeError), match=match):
         Call(**{"rows": 1, "n_local": 32, "n_heads": 64, **arguments})
+
+
+def test_the_arguments_of_plan_width_are_checked() -> None:
+    good = (Call(1, 8, 64), CAPABILITIES["no GPU"], Policy.native())
+    for bad in ((good[0], good[2], good[1]), ({"rows": 1}, *good[1:]), (*good[:2], "native")):
+        with pytest.raises(TypeError, match=r"plan_width: got .* need .Call, Capability, Policy. in this order"):
+            plan_width(*bad)  # type: ignore[arg-type]
 
 
 class Even:

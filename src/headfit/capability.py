@@ -83,7 +83,9 @@ class Call:
 
     def __post_init__(self) -> None:
         for name, least in (("rows", 0), ("n_local", 1), ("n_heads", 1), ("topk", 0), ("extra_topk", 0)):
-            object.__setattr__(self, name, _integer(name, getattr(self, name), least))
+            value = getattr(self, name)
+            if type(value) is not int or value < least:  # a call is made per layer and step: the common case is short
+                object.__setattr__(self, name, _integer(name, value, least))
         if self.n_heads % self.n_local:
             raise ValueError(
                 f"n_local: got {self.n_local}, which does not divide n_heads = {self.n_heads}; "
@@ -239,6 +241,13 @@ def side_of(call: Call, capability: Capability) -> Side:
     return "prefill" if capability.row_split == 0 or above_split(call.rows, capability.row_split) else "decode"
 
 
+def kernel_of(call: Call, capability: Capability) -> str:
+    """That kernel's name in a sentence: "the decode kernel of flashinfer_sm120 0.6.17" or "the kernel of triton"."""
+    name = f"{capability.family} {capability.version}" if capability.version else capability.family
+    one = capability.fork == "rows" and capability.row_split == 0
+    return f"the kernel of {name}" if one else f"the {side_of(call, capability)} kernel of {name}"
+
+
 def is_sm12x(compute_capability: tuple[int, int] | None) -> bool:
     """Compute capability major 12: RTX Blackwell (12.0) and GB10 (12.1)."""
     return compute_capability is not None and compute_capability[0] == 12
@@ -251,12 +260,11 @@ def smallest_listed(heads: frozenset[int], at_least: int) -> int | None:
 
 def topk_problem(call: Call, capability: Capability) -> str | None:
     """Why the kernel takes this topk at no head count, or None. Such a call keeps its pad: width is not the matter."""
-    side = side_of(call, capability)
-    listed = capability.topk(side)
+    listed = capability.topk(side_of(call, capability))
     if listed is None or call.topk in listed:
         return None
     return (
-        f"the {side} kernel of {capability.family} takes topk {words(listed)}, not {call.topk}, at any head count; "
+        f"{kernel_of(call, capability)} takes topk {words(listed)}, not {call.topk}, at any head count; "
         "pad the index rows or choose another backend"
     )
 

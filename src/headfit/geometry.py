@@ -258,8 +258,12 @@ def _number(fields: Mapping[str, Any], field: str, names: tuple[str, ...]) -> in
     for name in names:
         if fields.get(name) is not None:
             return _positive(name, fields[name])
-    if field == "rope_dim" and fields.get("partial_rotary_factor") is not None:
-        return _positive("partial_rotary_factor x head_dim", int(fields["head_dim"] * fields["partial_rotary_factor"]))
+    factor = fields.get("partial_rotary_factor")
+    if field == "rope_dim" and factor is not None:
+        head_dim = _positive("head_dim", fields.get("head_dim"))
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= 1:
+            raise ValueError(f"partial_rotary_factor: got {factor!r}, need a number above 0 and up to 1")
+        return _positive("partial_rotary_factor x head_dim", int(head_dim * factor))
     raise ValueError(
         f"config: lacks {' or '.join(names)}; need the config.json of a DeepSeek-V4 model "
         f"(this one says model_type {fields.get('model_type')!r})"

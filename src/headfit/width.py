@@ -7,6 +7,7 @@ tensors, torch, CUDA, device queries, imports of kernel packages, environment re
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -16,7 +17,7 @@ from headfit.capability import NO_BATCH_EXCEEDS as NO_BATCH_EXCEEDS
 from headfit.capability import Call as Call
 from headfit.capability import Capability as Capability
 from headfit.capability import Side as Side
-from headfit.capability import above_split, is_sm12x, side_of, smallest_listed, topk_problem, words
+from headfit.capability import above_split, is_sm12x, kernel_of, side_of, smallest_listed, topk_problem, words
 from headfit.capability import allocation_width as allocation_width
 from headfit.capability import padded_width as padded_width
 
@@ -170,12 +171,11 @@ def _topk_term(call: Call, capability: Capability, policy: Policy) -> str | None
 
 
 def _heads_term(call: Call, capability: Capability, policy: Policy) -> str | None:
-    side = side_of(call, capability)
-    if call.n_local in capability.heads(side):
+    heads = capability.heads(side_of(call, capability))
+    if call.n_local in heads:
         return None
-    name = f"{capability.family} {capability.version}" if capability.version else capability.family
     return (
-        f"the {side} kernel of {name} takes {words(capability.heads(side))} heads, not {call.n_local}; "
+        f"{kernel_of(call, capability)} takes {words(heads)} heads, not {call.n_local}; "
         "another tp, another release or HEADFIT_WIDTH=native may fit"
     )
 
@@ -210,18 +210,18 @@ def _decide(
 
 def _keep_pad(call: Call, capability: Capability, rule: str, why: str, rejected: Rejected = ()) -> WidthDecision:
     # Never narrower than the pad: what must keep its pad is not to be unpadded by a gap in a table.
-    side = side_of(call, capability)
-    heads, want = capability.heads(side), call.padded_width
+    heads, want = capability.heads(side_of(call, capability)), call.padded_width
+    kernel = kernel_of(call, capability)
     width = smallest_listed(heads, want)
     if width is None:
         narrower = smallest_listed(heads, call.n_local)
         remedy = "choose another backend" if narrower is None else f"HEADFIT_WIDTH=native would run {narrower} heads"
         raise NoLegalWidthError(
-            f"width: the {side} kernel of {capability.family} takes {words(heads)} heads, and the pad needs at least "
+            f"width: {kernel} takes {words(heads)} heads, and the pad needs at least "
             f"{want} ({call.n_local} owned of {call.n_heads}); {remedy}. The pad is kept because {why}"
         )
     if width > want:
-        gap = f"the {side} kernel takes no {want} heads, {width} is the next it takes"
+        gap = f"{kernel} takes no {want} heads, {width} is the next it takes"
         why, rejected = f"{why}; {gap}", (*rejected, (want, "heads", gap))
     owned = f"for the {call.n_local} owned heads" if width > call.n_local else "which is what the rank owns"
     return _decide(call, capability, width, rule, f"launched at {width} {owned}: {why}", rejected)
@@ -231,9 +231,8 @@ def _native(call: Call, capability: Capability) -> WidthDecision:
     trouble = topk_problem(call, capability)
     if trouble is not None:
         return _keep_pad(call, capability, "topk", trouble, ((call.n_local, "topk", trouble),))
-    side = side_of(call, capability)
-    heads = capability.heads(side)
-    kernel = f"the {side} kernel of {capability.family} takes {words(heads)} heads"
+    heads = capability.heads(side_of(call, capability))
+    kernel = f"{kernel_of(call, capability)} takes {words(heads)} heads"
     if capability.problems:
         kernel += ", as far as could be read (`headfit doctor` says what could not)"
     width = smallest_listed(heads, call.n_local)
@@ -263,6 +262,15 @@ def plan_width(call: Call, capability: Capability, policy: Policy) -> WidthDecis
     Raises:
         NoLegalWidthError: (a ValueError) no listed head count is one this policy may use; the text says what would be.
     """
+    given: tuple[object, ...] = (call, capability, policy)
+    if not all(map(isinstance, given, (Call, Capability, Policy))):
+        got = ", ".join(type(x).__name__ for x in given)
+        raise TypeError(f"plan_width: got ({got}), need (Call, Capability, Policy) in this order")
+    return _plan(call, capability, policy)
+
+
+@functools.lru_cache(maxsize=4096)  # an engine asks the same question in every layer of every step
+def _plan(call: Call, capability: Capability, policy: Policy) -> WidthDecision:
     if policy.kind == "native":
         return _native(call, capability)
     if policy.kind == "padded":
@@ -275,5 +283,5 @@ def plan_width(call: Call, capability: Capability, policy: Policy) -> WidthDecis
         return _keep_pad(call, capability, failed[0][1], failed[0][2], failed)
     split = capability.row_split
     rows = f"{call.rows} rows exceed its decode limit of {split}" if split else "no row count selects another kernel"
-    why = f"the prefill kernel of {capability.family} takes the {call.n_local} owned heads and {rows}"
+    why = f"{kernel_of(call, capability)} takes the {call.n_local} owned heads and {rows}"
     return _decide(call, capability, call.n_local, "unpadded", why)
