@@ -25,6 +25,7 @@ from torch import Tensor
 
 E4M3_MAX = 448.0
 MIN_SCALE = 1e-4  # floor of amax / 448 before it is rounded up to a power of two
+_E4M3_NAN = 0x7F
 _PACK_ROWS = 16384  # rows quantised at once: bounds the float32 copies (about 100 MB) whatever the cache
 
 
@@ -159,15 +160,17 @@ def quantize_rows(kv: Tensor, layout: str | Layout = "v4") -> tuple[Tensor, Tens
     _check_rows("kv", kv, fmt.d_qk)
     n = kv.shape[0]
     nope = kv[:, : fmt.d_nope].float().reshape(n, fmt.groups, fmt.group)
-    amax = torch.where(nope.isfinite(), nope.abs(), 0.0).amax(-1)
+    finite = nope.isfinite()
+    amax = torch.where(finite, nope.abs(), 0.0).amax(-1)
     # frexp: x = m * 2^e with m in [0.5, 1), so ceil(log2(x)) is e, or e - 1 exactly at a power of two
     mantissa, exponent = torch.frexp((amax / E4M3_MAX).clamp_min(MIN_SCALE))
     exponent = exponent.to(torch.int32) - (mantissa == 0.5).to(torch.int32)
     scale_byte = (exponent + 127).to(torch.uint8)
     scale = e8m0_to_float(scale_byte)
-    quantised = (nope / scale[..., None]).to(torch.float8_e4m3fn)
+    # versions of torch differ in whether an infinite float saturates: say it
+    quantised = (nope / scale[..., None]).to(torch.float8_e4m3fn).view(torch.uint8).masked_fill(~finite, _E4M3_NAN)
     data = kv.new_empty((n, fmt.data_bytes), dtype=torch.uint8)
-    data[:, : fmt.d_nope] = quantised.view(torch.uint8).reshape(n, fmt.d_nope)
+    data[:, : fmt.d_nope] = quantised.reshape(n, fmt.d_nope)
     rope = kv[:, fmt.d_nope :].to(torch.bfloat16).contiguous()
     data[:, fmt.rope_start :] = rope.view(torch.uint8).reshape(n, 2 * fmt.d_rope)
     scales = kv.new_zeros((n, fmt.scale_bytes), dtype=torch.uint8)
