@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from headfit import doctor, gpus, kernels, probes
@@ -139,6 +140,17 @@ def test_this_machine() -> None:
     shown(report)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_this_gpu() -> None:
+    report = doctor_command(tp=8)
+    facts = {f.name: f for f in report.machine}
+    assert report.compute_capability == torch.cuda.get_device_capability()
+    assert facts["GPU"].ok
+    assert facts["driver"].ok
+    assert probes.compute_capability(0) == probes.compute_capability("cuda:0") == report.compute_capability
+    assert probes.compute_capability("cpu") is None
+
+
 def test_a_checkpoint_folder(tmp_path: Path) -> None:
     from headfit.geometry import PRESETS
 
@@ -185,9 +197,9 @@ def test_a_broken_flashinfer_does_not_break_the_doctor(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
     [
-        ({"tp": 3}, ValueError, "world: got 3, which does not divide 64 heads"),
-        ({"tp": 128}, ValueError, "world: got 128"),
-        ({"tp": 0}, ValueError, "world: got 0"),
+        ({"tp": 3}, ValueError, "tp: got 3, which does not split the 64 heads; choose one of 1, 2, 4"),
+        ({"tp": 128}, ValueError, "tp: got 128"),
+        ({"tp": 0}, ValueError, "tp: got 0"),
         ({"model": "no-such-model"}, FileNotFoundError, "there is no such file or folder"),
         ({"gpu": "h300"}, ValueError, "gpu: got 'h300', accepted are"),
         ({"gpu": ""}, ValueError, "gpu: got ''"),

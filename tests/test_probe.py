@@ -208,7 +208,17 @@ def test_families_without_a_split_say_zero_whatever_flashinfer_does(family: str,
     assert headfit.decode_max_rows(family) == 0
 
 
-@pytest.mark.parametrize("family", ["flashinfer", "flashinfer_sm12O", "", "Triton"])
+def test_a_registered_backend_says_its_own_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = kernels.Backend("forked", "forked_backend", ("cuda",), "no hint")
+    monkeypatch.setitem(kernels.REGISTRY, "forked", entry)
+    assert headfit.decode_max_rows("forked") == NO_BATCH_EXCEEDS  # its module cannot be imported
+    fake = ModuleType("forked_backend")
+    fake.capability = lambda cc: Capability("forked", cc, 48, {64}, {64})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "forked_backend", fake)
+    assert headfit.decode_max_rows("forked") == 48
+
+
+@pytest.mark.parametrize("family", ["flashinfer_sm121", "flashinfer_sm12O", "", "Triton"])
 def test_a_misspelt_family_is_refused(family: str) -> None:
     with pytest.raises(ValueError, match=r"family: got .*accepted are"):
         headfit.decode_max_rows(family)

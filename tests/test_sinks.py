@@ -121,3 +121,24 @@ def test_refresh_checks_its_argument_and_leaves_the_old_values() -> None:
     with pytest.raises(ValueError, match="attn_sink: got 7 heads"):
         cache.refresh(torch.zeros(7))
     assert (cache(8) == 1).all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_captured_graph_sees_refreshed_sinks_and_nothing_waits_for_the_device() -> None:
+    cache = SinkCache(torch.randn(64, device="cuda"), 1, 8, 64)
+    out, new = torch.empty(8, device="cuda"), torch.randn(64, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        cache(8), cache(16), cache()
+        cache.refresh(new)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out.copy_(cache(8) * 2)
+    for values in (new, torch.randn(64, device="cuda")):
+        cache.refresh(values)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, values[8:16] * 2)

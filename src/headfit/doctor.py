@@ -115,14 +115,16 @@ def doctor_command(
         ValueError, FileNotFoundError: naming the argument, what came and what is accepted.
     """
     geometry = Geometry.from_config(model)
-    if tp is not None:
-        geometry.shard(0, tp)
+    sizes = geometry.worlds()
+    if tp is not None and tp not in sizes:
+        fits = ", ".join(map(str, sizes))
+        raise ValueError(f"tp: got {tp}, which does not split the {geometry.n_heads} heads; choose one of {fits}")
     if policy is not None and policy not in POLICIES:
         raise ValueError(f"policy: got {policy!r}, accepted are {', '.join(POLICIES)}")
     chosen = Policy.from_env() if policy is None else POLICIES[policy]()
     cc, name = _gpu_here() if gpu is None else (gpus.compute_capability_of(gpu), gpu)
     families = tuple(_families(cc, family))
-    sizes = geometry.worlds() if tp is None else (tp,)
+    sizes = sizes if tp is None else (tp,)
     situations = _SHORT if tp is None else SITUATIONS
     table = tuple(
         _row(capability, size, phase, mode, rows, geometry, chosen)

@@ -69,7 +69,10 @@ def row_split(family: str = FLASHINFER) -> RowSplit:
         if family not in NO_SPLIT and family not in kernels.REGISTRY:
             known = ", ".join(sorted({FLASHINFER, *NO_SPLIT, *kernels.REGISTRY}))
             raise ValueError(f"family: got {family!r}, accepted are {known}; check the spelling")
-        return RowSplit(0, "no row count selects its kernel")
+        if family in NO_SPLIT:
+            return RowSplit(0, "no row count selects its kernel")
+        capability = backend_capability(family, None)
+        return RowSplit(capability.row_split, capability.source("row_split"), next(iter(capability.problems), None))
     module, problem = _import_flashinfer()
     if module is not None:
         try:
