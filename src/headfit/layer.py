@@ -167,7 +167,7 @@ class MQALayer(nn.Module):
         """Which layer, which part, which policy."""
         return f"layer={self.layer}, kind={self.kind}, shard={self.shard}, policy={self.policy.kind}"
 
-    # -------------------------------------------------------------------------------------------------------- weights
+    # -------------------- weights
 
     def load(self, whole: weights.AttentionWeights) -> MQALayer:
         """Take this rank's part of a whole layer's weights (:func:`headfit.weights.from_transformers`,
@@ -190,7 +190,7 @@ class MQALayer(nn.Module):
         """Take the weights from a state dict under DeepSeek's own names; ``prefix`` such as ``"layers.3.attn."``."""
         return self.load(weights.from_official(state, self.geometry, prefix))
 
-    # ------------------------------------------------------------------------------------------------------- the call
+    # -------------------- the call
 
     @torch.no_grad()
     def query_latent(self, hidden: Tensor) -> Tensor:
@@ -277,7 +277,7 @@ class MQALayer(nn.Module):
         _, capability = self._backend_on(device)
         return plan_width(call, capability, self.policy)
 
-    # ------------------------------------------------------------------------------------------------------ the steps
+    # -------------------- the steps
 
     def _kernel_query(self, flat: Tensor, cos: Tensor, sin: Tensor, width: int) -> Tensor:
         """Per-head norm and rotary from the GEMM's buffer into rows ``[:, :n_local]`` of the kernel's own, bfloat16."""
@@ -338,12 +338,12 @@ class MQALayer(nn.Module):
             rotate_into(turned, out[part], cos[part], sin[part], inverse=True)
             grouped = turned.view(-1, groups, o_a.shape[-1]).transpose(0, 1)
             latent[part] = torch.bmm(grouped, o_a.transpose(1, 2)).transpose(0, 1)
-        result = F.linear(latent.view(rows, -1), self.o_b)
+        result = F.linear(latent.flatten(1), self.o_b)
         if self.group is not None and self.shard.world > 1:
             dist.all_reduce(result, group=self.group)
         return result
 
-    # ---------------------------------------------------------------------------------------------------- small state
+    # -------------------- small state
 
     def _backend_on(self, device: torch.device) -> tuple[str, Capability]:
         if self._plan is None or self._plan[0] != device:
