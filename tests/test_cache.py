@@ -209,7 +209,7 @@ def test_not_finite_values_stay_where_they_are():
     assert row[70].isnan()
     assert row[500] == -math.inf
     assert row[[0, 64, 71, 499]].eq(1).all()
-    big = torch.full((1, 512), 3.3e38)
+    big = torch.full((1, 512), 3.0e38)
     assert unpack_kv(pack_kv(big, 1)).isfinite().all()
 
 
