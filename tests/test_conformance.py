@@ -6,9 +6,6 @@ calls. ``HEADFIT_TEST_SEED`` repeats a run; a failure prints the seed.
 
 from __future__ import annotations
 
-import os
-import random
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -18,8 +15,9 @@ import headfit
 from headfit import kernels
 from headfit.testing import FULL, ROUTES, SMALL, Setup, conformance_cases, draw_spec
 from headfit.testing.checks_shapes import hold
+from headfit.testing.runner import fresh_seed
 
-SEED = int(os.environ.get("HEADFIT_TEST_SEED") or random.SystemRandom().randrange(2**31))
+SEED = fresh_seed()
 
 
 def _targets() -> list[tuple[str, str, str]]:
@@ -71,9 +69,7 @@ class HypothesisDraw:
 def test_drawn_calls(backend, device, scale, route):
     setup = Setup(backend, torch.device(device), scale, SEED)
 
-    @settings(
-        max_examples=setup.pick(30, 8), deadline=None, database=None, suppress_health_check=list(HealthCheck)
-    )
+    @settings(max_examples=setup.pick(30, 8), deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def run(data):
         hold(setup, draw_spec(HypothesisDraw(data), route, setup.pick(FULL, SMALL)))

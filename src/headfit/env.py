@@ -15,7 +15,7 @@ from typing import Final
 _PREFIX: Final = "HEADFIT_"
 UNPAD_SWITCH: Final = "SGLANG_OPT_DSV4_UNPAD_PREFILL_MLA_HEADS"
 
-Value = str | bool | None
+Value = str | bool | int | None
 
 
 def _boolean(text: str) -> bool:
@@ -25,6 +25,12 @@ def _boolean(text: str) -> bool:
     if word in ("0", "false", "no", "n", "off"):
         return False
     raise ValueError("1, true, yes, on, 0, false, no or off")
+
+
+def _count(text: str) -> int:
+    if not text.strip().isdecimal():
+        raise ValueError("integers >= 0")
+    return int(text)
 
 
 def _one_of(*accepted: str) -> Callable[[str], str]:
@@ -61,6 +67,12 @@ VARIABLES: Final[Mapping[str, Variable]] = {
             _boolean,
             True,
             "SGLang's switch of the published gate; off keeps the pad, unless HEADFIT_WIDTH asks for another policy",
+        ),
+        Variable(
+            "HEADFIT_TEST_SEED",
+            _count,
+            None,
+            "the seed of the conformance suite's data, to repeat a run that failed; without it every run draws its own",
         ),
     )
 }

@@ -1,4 +1,4 @@
-"""``python -m headfit.testing --backend NAME``: run the conformance suite and print what failed; exit 1 if anything did."""
+"""``python -m headfit.testing --backend NAME``: run the conformance suite and print what failed; exit 1 if any."""
 
 from __future__ import annotations
 

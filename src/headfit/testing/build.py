@@ -1,8 +1,8 @@
 """From a :class:`CallSpec` to tensors, with the traps that every test gets without asking.
 
 Slots that no row lists hold NaN, and so do page gaps, scale padding, heads of a padded q outside the call and the
-elements of ``out`` before it is written; ``out`` outside the call holds junk that must survive; lanes past a row's length
-hold valid indices, mostly of NaN rows. Everything is drawn on the CPU from one seed, so every device sees the same bytes.
+elements of ``out`` before it is written; ``out`` outside the call holds junk that must survive; lanes past a row's
+length hold valid indices, mostly of NaN rows. All is drawn on the CPU from one seed: every device sees the same bytes.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def _caches(spec: CallSpec, g: torch.Generator, device: torch.device) -> tuple[l
         drawn[:2] = torch.tensor([-100, 60])
         drawn[-1] = 0  # the rope dims are plain bf16 near one
         exponents = drawn.repeat_interleave(group)[: spec.route.d_qk].float()
-    found, moved = [], {}
+    found: list[BuiltCache] = []
+    moved: dict[int, Tensor] = {}
     for cache, (view, storage) in zip(
         spec.caches, allocate(spec.route, spec.caches, interleaved=spec.interleaved), strict=True
     ):
@@ -186,9 +187,7 @@ def _fill(spec: CallSpec, built: BuiltCache, exponents: Tensor, g: torch.Generat
     poison_scale_padding(built.view)
 
 
-def _write_wide(
-    route: Route, view: Tensor, slots: Tensor, rows: Tensor, exponents: Tensor, g: torch.Generator
-) -> None:
+def _write_wide(route: Route, view: Tensor, slots: Tensor, rows: Tensor, exponents: Tensor, g: torch.Generator) -> None:
     """Packed rows whose scales differ by up to 160 powers of two in one row, and a little from key to key."""
     nope, group = (448, 64) if route.layout == "v4" else (512, 128)
     jitter = torch.randint(-3, 4, (len(slots), nope // group), generator=g)

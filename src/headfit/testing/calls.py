@@ -27,10 +27,10 @@ D_V = 512
 class CallSpec:
     """One sparse-attention call in numbers.
 
-    ``batch * s_q`` query rows of ``heads`` heads, and as many caches as the route has. ``q_heads`` and ``out_heads`` are
-    the heads of the buffers of which q and out are slices (None: exactly ``heads``), ``head_offset`` is where the slices
-    begin and ``pitch`` counts elements between the end of a head and the next. ``invalid`` is the share of lanes that hold
-    an index outside the cache. ``trap_slot_0`` keeps slot 0 unlisted, hence NaN.
+    ``batch * s_q`` query rows of ``heads`` heads, and as many caches as the route has. ``q_heads`` and ``out_heads``
+    are the heads of the buffers of which q and out are slices (None: exactly ``heads``), ``head_offset`` is where the
+    slices begin and ``pitch`` counts elements between the end of a head and the next. ``invalid`` is the share of lanes
+    that hold an index outside the cache. ``trap_slot_0`` keeps slot 0 unlisted, hence NaN.
     """
 
     route: Route
@@ -68,7 +68,9 @@ class CallSpec:
             if name not in shown and value != getattr(default, name)
         ]
         caches = " + ".join(f"{c.topk} lanes of {c.pages} pages x {c.page_size}" for c in self.caches)
-        return f"{self.route.name}: {self.batch} x {self.s_q} rows, {self.heads} heads, {caches} {' '.join(rest)}".strip()
+        return (
+            f"{self.route.name}: {self.batch} x {self.s_q} rows, {self.heads} heads, {caches} {' '.join(rest)}".strip()
+        )
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ class BuiltCall:
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for the entry that the route names."""
         first = self.caches[0]
-        shared = {
+        shared: dict[str, Any] = {
             "q": self.q,
             "indices": first.indices,
             "attn_sink": self.sink,
@@ -210,7 +212,9 @@ class BuiltCall:
             lanes, lengths = self.row_lanes(cache)
             lanes = lanes[pick]
             valid = (lanes >= 0) & (lanes < cache.slots)
-            used, inverse = torch.unique(lanes[valid], return_inverse=True)  # a huge cache is read where it is listed only
+            used, inverse = torch.unique(
+                lanes[valid], return_inverse=True
+            )  # a huge cache is read where it is listed only
             compact = torch.full_like(lanes, -1)
             compact[valid] = inverse.to(lanes.dtype)
             source = cache.rows(used.to(cache.view.device)).cpu() if keys is None else keys[i].cpu()[used.long()]

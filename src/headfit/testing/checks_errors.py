@@ -72,7 +72,9 @@ def shared_rows(route: Route) -> list[BadInput]:
         *tensor_rows("topk_length", "int32", torch.int64),
         BadInput("one short", "topk_length", ValueError, ("shape",), _replace("topk_length", lambda t: t[:-1])),
         *tensor_rows("attn_sink", "float32", torch.bfloat16),
-        BadInput("float64", "attn_sink", TypeError, ("float64", "float32"), _replace("attn_sink", lambda t: t.double())),
+        BadInput(
+            "float64", "attn_sink", TypeError, ("float64", "float32"), _replace("attn_sink", lambda t: t.double())
+        ),
         BadInput("padded sink", "attn_sink", ValueError, ("64", "8"), _replace("attn_sink", lambda t: t.repeat(8))),
         BadInput("sink too short", "attn_sink", ValueError, ("7", "8"), _replace("attn_sink", lambda t: t[:7])),
         *tensor_rows("out", "bfloat16", torch.float32),
@@ -98,7 +100,9 @@ def sparse_rows(route: Route) -> list[BadInput]:
         BadInput("packed rows", "kv", TypeError, ("uint8", "bfloat16"), _replace("kv", lambda t: t.view(torch.uint8))),
         BadInput("two KV heads", "kv", ValueError, ("2", "1"), _replace("kv", lambda t: t.repeat(1, 2, 1))),
         BadInput("other dims", "kv", ValueError, ("64", str(route.d_qk)), _replace("kv", _dims(64))),
-        BadInput("two index heads", "indices", ValueError, ("shape",), _replace("indices", lambda t: t.repeat(1, 2, 1))),
+        BadInput(
+            "two index heads", "indices", ValueError, ("shape",), _replace("indices", lambda t: t.repeat(1, 2, 1))
+        ),
         BadInput("a text", "sm_scale", TypeError, ("str", "float"), lambda a: {"sm_scale": "0.1"}),
         BadInput("None", "sm_scale", TypeError, ("None", "float"), lambda a: {"sm_scale": None}),
         BadInput("nan", "sm_scale", ValueError, ("nan", "finite"), lambda a: {"sm_scale": float("nan")}),
@@ -111,7 +115,9 @@ def kvcache_rows(route: Route) -> list[BadInput]:
     dtype = "uint8" if route.packed else "bfloat16"
     rows = [
         *tensor_rows("k_cache", dtype, torch.float16),
-        BadInput("two KV heads", "k_cache", ValueError, ("2", "1"), _replace("k_cache", lambda t: t.repeat(1, 1, 2, 1))),
+        BadInput(
+            "two KV heads", "k_cache", ValueError, ("2", "1"), _replace("k_cache", lambda t: t.repeat(1, 1, 2, 1))
+        ),
         BadInput("page_size 0", "k_cache", ValueError, ("page_size", "0"), _replace("k_cache", lambda t: t[:, :0])),
         BadInput("unknown width", "k_cache", ValueError, ("600",), _replace("k_cache", _dims(600))),
         BadInput("256", "head_dim_v", ValueError, ("256", "512"), lambda a: {"head_dim_v": 256}),
@@ -119,12 +125,18 @@ def kvcache_rows(route: Route) -> list[BadInput]:
         BadInput("inf", "softmax_scale", ValueError, ("inf", "finite"), lambda a: {"softmax_scale": float("inf")}),
         BadInput("causal", "causal", ValueError, ("True", "False"), lambda a: {"causal": True}),
         BadInput(
-            "wrong is_fp8_kvcache", "k_cache", TypeError, (dtype,), lambda a: {"is_fp8_kvcache": not a["is_fp8_kvcache"]}
+            "wrong is_fp8_kvcache",
+            "k_cache",
+            TypeError,
+            (dtype,),
+            lambda a: {"is_fp8_kvcache": not a["is_fp8_kvcache"]},
         ),
         BadInput(
             "extra lists alone", "extra_indices_in_kvcache", ValueError, ("extra_k_cache",), _extra_lists_without_cache
         ),
-        BadInput("extra cache alone", "extra_indices_in_kvcache", (TypeError, ValueError), ("None",), _extra_without_lists),
+        BadInput(
+            "extra cache alone", "extra_indices_in_kvcache", (TypeError, ValueError), ("None",), _extra_without_lists
+        ),
         BadInput("extra length alone", "extra_topk_length", ValueError, ("extra_k_cache",), _extra_length_alone),
     ]
     if route.packed:
@@ -167,8 +179,8 @@ def bad_inputs(route: Route) -> list[BadInput]:
 
 
 @check(
-    "Bad input (wrong dtype, rank, width, device, non-contiguous last dim, h_q outside 1..128, unknown bytes per token) "
-    "raises ValueError/TypeError naming the argument, what came and what is accepted, before any launch. "
+    "Bad input (wrong dtype, rank, width, device, non-contiguous last dim, h_q outside 1..128, unknown bytes per "
+    "token) raises ValueError/TypeError naming the argument, what came and what is accepted, before any launch. "
     "A sink of another length, dtype or device is an error."
 )
 def check_bad_input(setup: Setup, route: Route) -> None:
@@ -260,5 +272,7 @@ def check_graph_replay(setup: Setup, route: Route) -> None:
         graph.replay()
         torch.cuda.synchronize()
         wanted = other.run(setup.backend)
-        for name, got, want in zip(("out", "second result", "third result"), captured.returned, wanted.returned, strict=False):
+        for name, got, want in zip(
+            ("out", "second result", "third result"), captured.returned, wanted.returned, strict=False
+        ):
             require_same_bits(got, want, f"replay {i + 1} of a captured graph: {name}")

@@ -6,6 +6,7 @@ Where a closed form exists (one key; q = 0; equal keys) it is used instead of th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -26,7 +27,7 @@ from headfit.testing.runner import KVCACHE, PREFILL, Setup, check
 INF = float("inf")
 
 
-def set_lanes(call: BuiltCall, lists: list[list[list[int]]], lengths: list[list[int] | None] | None = None) -> None:
+def set_lanes(call: BuiltCall, lists: list[list[list[int]]], lengths: Sequence[list[int] | None] | None = None) -> None:
     """Replace every index list: ``lists[cache][row]``; and the lengths, ``lengths[cache]``."""
     for i, (cache, rows) in enumerate(zip(call.caches, lists, strict=True)):
         lanes = torch.tensor(rows, dtype=torch.int32, device=call.q.device)
@@ -48,7 +49,9 @@ def plain_call(setup: Setup, route: Route, rows: int, heads: int = 4, **changes:
     return setup.build(spec)
 
 
-def same_as(setup: Setup, call: BuiltCall, lists: list[list[list[int]]], wanted: list[list[list[int]]], what: str) -> None:
+def same_as(
+    setup: Setup, call: BuiltCall, lists: list[list[list[int]]], wanted: list[list[list[int]]], what: str
+) -> None:
     """Two sets of lists must mean the same: both are held against the oracle's answer for ``wanted``."""
     set_lanes(call, wanted)
     truth = call.truth()
@@ -156,11 +159,15 @@ def check_duplicates(setup: Setup, route: Route) -> None:
         count += len(listed)
     set_lanes(call, lists)
     result = call.run(setup.backend)
-    require_close_scalar(result.lse, torch.full_like(result.lse, math.log(count)), "lse of equal weights with duplicates")
+    require_close_scalar(
+        result.lse, torch.full_like(result.lse, math.log(count)), "lse of equal weights with duplicates"
+    )
     require_accurate(result.out, result.lse, result.max_logits, call.truth(), normal=True)
     mean = (total / count).expand_as(result.out)
     relative = float((result.out.double() - mean).norm() / mean.norm())
-    require(relative <= REL_L2, f"out is not the mean of the lanes with their multiplicity: relative error {relative:.3g}")
+    require(
+        relative <= REL_L2, f"out is not the mean of the lanes with their multiplicity: relative error {relative:.3g}"
+    )
 
 
 @check("A row with no valid key: out 0 whatever the sink, lse +inf, max_logits -inf.")
@@ -171,7 +178,10 @@ def check_empty_rows(setup: Setup, route: Route) -> None:
     for sink in (None, sinks, torch.full_like(sinks, -INF), torch.full_like(sinks, INF)):
         call = plain_call(setup, route, rows=3, heads=heads)
         call.sink = sink
-        lists = [[[-1] * 40, [*finite_slots(call, i)[:3]] + [-1] * 37, finite_slots(call, i)[:1] * 40] for i in range(route.caches)]
+        lists = [
+            [[-1] * 40, [*finite_slots(call, i)[:3]] + [-1] * 37, finite_slots(call, i)[:1] * 40]
+            for i in range(route.caches)
+        ]
         set_lanes(call, lists, [[40, 40, 0]] * route.caches)
         result = call.run(setup.backend)
         for row, why in ((0, "invalid lanes only"), (2, "length 0")):
@@ -232,7 +242,9 @@ def check_sink_formula(setup: Setup, route: Route) -> None:
     wanted = plain.out.double() * factor[..., None]
     relative = (got.out.double() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
     worst = float(relative.max())
-    require(worst <= REL_L2, f"out with a sink differs from out * 1 / (1 + exp(sink - lse)) by {worst:.3g} (relative L2)")
+    require(
+        worst <= REL_L2, f"out with a sink differs from out * 1 / (1 + exp(sink - lse)) by {worst:.3g} (relative L2)"
+    )
     call.sink = sink
     require_accurate(got.out, got.lse, got.max_logits, call.truth(), normal=True)
 
@@ -251,7 +263,10 @@ def check_sink_infinities(setup: Setup, route: Route) -> None:
     require_same_bits(mixed.out[:, 1::2], plain.out[:, 1::2], "heads with sink -inf")
 
 
-@check("Keys come from both caches: each list reads its own, with its own page size, lengths and slots.", routes=("v4_two_caches",))
+@check(
+    "Keys come from both caches: each list reads its own, with its own page size, lengths and slots.",
+    routes=("v4_two_caches",),
+)
 def check_second_cache(setup: Setup, route: Route) -> None:
     """Closed form over two caches of different page sizes: q = 0, out is the mean over both lists."""
     caches = (CacheSpec(4, 64, 2), CacheSpec(9, 2, 40))

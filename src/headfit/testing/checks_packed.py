@@ -98,7 +98,10 @@ def _exactly(rows: Tensor, heads: int, lse: float = 0.0) -> Truth:
     return Truth(out, zero, zero, out.abs(), torch.zeros_like(zero))
 
 
-@check("v4: a page holds page_size rows of 576 B, then page_size rows of 8 B of scales; v32: 656 B rows, no footer.", routes=PACKED)
+@check(
+    "v4: a page holds page_size rows of 576 B, then page_size rows of 8 B of scales; v32: 656 B rows, no footer.",
+    routes=PACKED,
+)
 def check_golden_bytes(setup: Setup, route: Route) -> None:
     """Random pages decoded in plain Python: unpack_kv agrees to the bit, the backend returns each row."""
     r = setup.random("golden", route.name)
@@ -133,7 +136,9 @@ def _scales(route: Route) -> list[float]:
     return [2.0**-126, 2.0**-100, 1e-4, 0.0123, 1.0, 1.7, 448.0, 2.0**60, 2.0**119]
 
 
-@check("Scale value 2^(byte-127) for every byte 0..254, value e4m3 * scale for all 254 finite e4m3 bytes.", routes=PACKED)
+@check(
+    "Scale value 2^(byte-127) for every byte 0..254, value e4m3 * scale for all 254 finite e4m3 bytes.", routes=PACKED
+)
 def check_every_byte(setup: Setup, route: Route) -> None:
     """As values: a row of single keys with q = 0 returns the products. Each byte meets each scale edge."""
     nope, groups = (448, 7) if route.layout == "v4" else (512, 4)
@@ -187,12 +192,19 @@ def check_every_byte_as_key(setup: Setup, route: Route) -> None:
         call.q.copy_(flat.reshape(call.q.shape))
         result = call.remember().run(setup.backend)
         wanted = values.float().to(torch.bfloat16).double()[picks] * hot * call.sm_scale
-        require_close_scalar(result.lse, wanted.to(setup.device), f"lse of one-hot queries at scale 2^{power}", 1e-6 * wanted.abs().to(setup.device))
+        require_close_scalar(
+            result.lse,
+            wanted.to(setup.device),
+            f"lse of one-hot queries at scale 2^{power}",
+            1e-6 * wanted.abs().to(setup.device),
+        )
 
 
-@check("Packed rows against two references: exact on the dequantised rows, bounded on the original ones.", routes=PACKED)
+@check(
+    "Packed rows against two references: exact on the dequantised rows, bounded on the original ones.", routes=PACKED
+)
 def check_two_references(setup: Setup, route: Route) -> None:
-    """write_rows packs N(0,1) rows; the backend meets the tolerance on what they became and the format's on what they were."""
+    """write_rows packs N(0,1) rows: the tolerance holds on what they became, the format's error on what they were."""
     caches = (CacheSpec(setup.pick(64, 16), 16, 8),) * route.caches
     call = setup.build(CallSpec(route, batch=3, heads=setup.pick(16, 4), caches=caches, lengths="none"))
     originals = []
@@ -206,7 +218,10 @@ def check_two_references(setup: Setup, route: Route) -> None:
     require_within_packing_error(result.out, call.truth(keys=originals).out)
 
 
-@check("Layouts are recognised by bytes per token; bytes outside rows and scales (pad, page rounding) mean nothing.", routes=PACKED)
+@check(
+    "Layouts are recognised by bytes per token; bytes outside rows and scales (pad, page rounding) mean nothing.",
+    routes=PACKED,
+)
 def check_pad_bytes_mean_nothing(setup: Setup, route: Route) -> None:
     """Pad bytes of 0x00, 0xFF and junk give the same bits."""
     spec = CallSpec(route, heads=3, caches=(CacheSpec(6, 5, 5, 576),) * route.caches, seed=setup.number("pad"))
@@ -223,4 +238,3 @@ def check_pad_bytes_mean_nothing(setup: Setup, route: Route) -> None:
                 start = page_size * 576 + 7
                 cache.storage.as_strided((pages, page_size), (step, 8), start).fill_(fill)
         call.remember().run(setup.backend).require_same(first, f"pad bytes {fill:#04x} against 0xFF")
-

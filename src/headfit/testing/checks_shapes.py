@@ -182,7 +182,10 @@ def check_random_calls(setup: Setup, route: Route) -> None:
         hold(setup, draw_spec(draw, route, setup.pick(FULL, SMALL)))
 
 
-@check("bf16 rows: kv and k_cache may be slices of wider rows.", routes=("bf16_512", "bf16_576", "prefill_512", "prefill_576"))
+@check(
+    "bf16 rows: kv and k_cache may be slices of wider rows.",
+    routes=("bf16_512", "bf16_576", "prefill_512", "prefill_576"),
+)
 def check_strided_rows(setup: Setup, route: Route) -> None:
     """Row pitches wider than a row; what lies between rows is NaN."""
     for row_gap in (8, 64, 1):

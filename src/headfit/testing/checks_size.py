@@ -34,7 +34,7 @@ def check_many_rows(setup: Setup, route: Route) -> None:
 
 @check("64-bit addressing: caches above 2**31 bytes (bf16: 2**31 elements).", large=True)
 def check_huge_cache(setup: Setup, route: Route) -> None:
-    """Keys on both sides of 2**31 and at the very end; pages in between are never touched, so a CPU need not back them."""
+    """Keys on both sides of 2**31 and at the very end; no page in between is touched, so a CPU need not back it."""
     page_size = 1 if route.entry == "sparse" else 64
     page = page_bytes(page_size, route.layout) if route.packed else page_size * route.d_qk
     pages = 2**31 // page + 4000 // page_size + 3

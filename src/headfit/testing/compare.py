@@ -1,7 +1,7 @@
 """How results are compared: bit equality, and the one place where every tolerance of the contract stands.
 
-No other file of the suite holds a numeric tolerance. Failures are :class:`ConformanceFailure` with the worst element, so
-that a backend's author can act without a debugger.
+No other file of the suite holds a numeric tolerance. Failures are :class:`ConformanceFailure` and name the first
+element that is off, so that a backend's author can act without a debugger.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Truth:
     """Float64 results for some rows of a call, and what float32 arithmetic may add to them.
 
     ``out`` ``[n, h, 512]``, ``lse`` and ``max_logits`` ``[n, h]``; ``spread`` ``[n, h, 512]`` is the sum of
-    probability times absolute value (the scale of rounding errors in ``out``); ``logit_error`` ``[n, h]`` bounds the error
-    of a float32 logit.
+    probability times absolute value (the scale of rounding errors in ``out``); ``logit_error`` ``[n, h]`` bounds the
+    error of a float32 logit.
     """
 
     out: Tensor
@@ -156,5 +156,7 @@ def _require_elementwise(out: Tensor, truth: Truth) -> None:
 def require_within_packing_error(out: Tensor, wanted: Tensor) -> None:
     """``out`` from packed rows against float64 results on the original rows: bounded by the format's own error."""
     relative = float((out.double() - wanted).norm() / wanted.norm())
-    require(relative <= PACKED_REL_L2, f"out is {relative:.3g} off the original rows; the format allows {PACKED_REL_L2}")
+    require(
+        relative <= PACKED_REL_L2, f"out is {relative:.3g} off the original rows; the format allows {PACKED_REL_L2}"
+    )
     require(relative > 0, "out equals the result on the original rows exactly: nothing was packed")

@@ -43,7 +43,7 @@ class RandomDraw:
 
 @dataclass(frozen=True)
 class Limits:
-    """How large a drawn call may be: heads, lanes a row, rows of q a batch entry, entries, page size, and lanes in all."""
+    """How large a drawn call may be; ``topk`` is for one row and cache, ``lanes`` for all rows and caches."""
 
     heads: int = 128
     topk: int = 700

@@ -1,4 +1,4 @@
-"""The caches of a test call: routes through the public API, allocations, poison, and bytes written without ``cache.py``.
+"""The caches of a test call: routes through the public API, allocations, poison, bytes written without ``cache.py``.
 
 An allocation starts as nothing but NaN (every byte 0xFF is NaN in e4m3, e8m0, bf16 and float32 alike), then the listed
 slots are written. :func:`write_bytes` restates the byte positions of the contract on purpose: were they taken from
@@ -161,7 +161,7 @@ def write_bytes(view: Tensor, slots: Tensor, nope: Tensor, scales: Tensor, rope:
     """
     n, page_size = slots.shape[0], view.shape[1]
     flat = view.as_strided((view.untyped_storage().nbytes(),), (1,), 0)
-    page = view.storage_offset() + (slots.long() // page_size) * view.stride(0)
+    page = (slots.long() // page_size) * view.stride(0) + int(view.storage_offset())
     offset = slots.long() % page_size
     rope_bytes = rope.contiguous().view(torch.uint8).reshape(n, 128)
     if view.shape[-1] == 584:

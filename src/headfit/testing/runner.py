@@ -14,12 +14,13 @@ import traceback
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 import torch
 
-from headfit import kernels
+from headfit import env, kernels
 from headfit.testing.build import build
 from headfit.testing.calls import BuiltCall, CallSpec
 from headfit.testing.pages import ROUTES, Route
@@ -196,6 +197,12 @@ class Report:
         return "\n".join(lines)
 
 
+def fresh_seed() -> int:
+    """``HEADFIT_TEST_SEED`` where it is set, to repeat a run; a new one otherwise."""
+    given = env.read("HEADFIT_TEST_SEED")
+    return given if isinstance(given, int) else random.SystemRandom().randrange(2**31)
+
+
 def run_conformance(
     backend: str,
     device: torch.device | str = "cpu",
@@ -210,7 +217,7 @@ def run_conformance(
         backend: a name in ``headfit.kernels.REGISTRY``.
         device: where the tensors lie, "cuda" for GPU backends.
         scale: "full", or "small" for interpreters.
-        seed: of all data; None draws a fresh one, which the report states.
+        seed: of all data; None takes ``HEADFIT_TEST_SEED``, or else a fresh one. The report states it.
         only: names of checks; None means all.
         progress: called with each result as it comes.
 
@@ -222,14 +229,17 @@ def run_conformance(
         ValueError: unknown backend, scale or check. headfit.kernels.BackendUnavailable: the backend cannot run here.
     """
     kernels.load(backend)
-    seed = random.SystemRandom().randrange(2**31) if seed is None else seed
+    seed = fresh_seed() if seed is None else seed
     setup = Setup(backend, torch.device(device), scale, seed)
     report = Report(backend, str(setup.device), scale, seed)
-    for case in conformance_cases(device, scale, only):
-        result = run_case(case, setup)
-        report.results.append(result)
-        if progress is not None:
-            progress(result)
+    recorder = getattr(kernels.load(backend), "record_variants", None)
+    with recorder() if recorder is not None else nullcontext([]) as launched:
+        for case in conformance_cases(device, scale, only):
+            result = run_case(case, setup)
+            report.results.append(result)
+            if progress is not None:
+                progress(result)
+        report.variants.update(launched)
     return report
 
 
