@@ -55,9 +55,13 @@ def sparse_mla_reference(
             if keys.shape[0] == 0:
                 continue
             logits = q[i, j].double().cpu() @ keys.T * sm_scale
-            max_logits[i, :, j] = logits.amax(1)
-            lse[i, :, j] = torch.logsumexp(logits, 1)
-            out[i, j] = torch.exp(logits - lse[i, :, j, None]) @ keys[:, :D_V]
+            top = logits.amax(1)
+            # not exp(logits - lse): at logits of 1e15 the sum of a float64 lse is rounded to halves
+            weights = torch.exp(logits - top[:, None])
+            total = weights.sum(1)
+            max_logits[i, :, j] = top
+            lse[i, :, j] = top + total.log()
+            out[i, j] = weights @ keys[:, :D_V] / total[:, None]
             if attn_sink is not None:
                 out[i, j] *= (1 / (1 + torch.exp(attn_sink.double().cpu() - lse[i, :, j])))[:, None]
     return out, max_logits, lse
