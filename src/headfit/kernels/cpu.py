@@ -204,13 +204,15 @@ def _run_block(buf: _Buffers, span: _Span, at: int, count: int, first: int, last
     rows = buf.keys[: lanes.numel() * d_qk].view(-1, d_qk)
     torch.index_select(span.table, 0, lanes.view(-1), out=rows)
     keys = rows.view(tiles, count, KEY_TILE, d_qk)
+    transposed, values = keys.mT.unbind(0), keys[..., :D_V].unbind(0)
     invalid = lanes == span.table.shape[0] - 1
     masked = bool(invalid.any())
     for cut, (_, size) in enumerate(buf.cuts):
         q, acc, top, total = (x[cut][:count] for x in (buf.q, buf.acc, buf.top, buf.total))
         scores = buf.scores[: tiles * count * size * KEY_TILE].view(tiles, count, size, KEY_TILE)
-        for i in range(tiles):
-            torch.bmm(q, keys[i].mT, out=scores[i])
+        tile_scores = scores.unbind(0)
+        for key, score in zip(transposed, tile_scores, strict=True):
+            torch.bmm(q, key, out=score)
         if masked:
             scores.masked_fill_(invalid[:, :, None], -inf)
         new_top = scores.amax(3).amax(0)
@@ -225,12 +227,11 @@ def _run_block(buf: _Buffers, span: _Span, at: int, count: int, first: int, last
             acc.mul_(shrink[:, :, None])
         top.copy_(new_top)
         total.copy_(new_total)
-        for i in range(tiles):
-            values = keys[i, :, :, :D_V]
+        for i, (value, weight) in enumerate(zip(values, tile_scores, strict=True)):
             if started or i:
-                acc.baddbmm_(scores[i], values)
+                acc.baddbmm_(weight, value)
             else:
-                torch.bmm(scores[i], values, out=acc)
+                torch.bmm(weight, value, out=acc)
 
 
 def _write_cut(
