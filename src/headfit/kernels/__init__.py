@@ -13,22 +13,31 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from headfit.call import SparseCall
+from headfit.kernels import crossover
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A kernel family: where its code is and what makes it usable."""
+    """A kernel family: where its code is and what makes it usable.
+
+    ``automatic`` False: ``backend=None`` never chooses it, because its numbers are not within the contract.
+    """
 
     name: str
     module: str
     device_types: tuple[str, ...]
     install_hint: str
+    automatic: bool = True
 
 
 REGISTRY: dict[str, Backend] = {
     b.name: b
     for b in (  # order of preference
         Backend("triton", "headfit.kernels.triton", ("cuda", "cpu"), "pip install 'headfit[triton]', on an NVIDIA GPU"),
+        Backend("flashmla", "headfit.kernels.flashmla", ("cuda",), "pip install vllm, or sgl-flash-mla, on an SM90"),
+        Backend(
+            "flashinfer", "headfit.kernels.flashinfer", ("cuda",), "pip install flashinfer-python, on an SM12x", False
+        ),
         Backend("cpu", "headfit.kernels.cpu", ("cpu",), "comes with headfit"),
     )
 }
@@ -72,19 +81,26 @@ def load(name: str) -> ModuleType:
 def choose(call: SparseCall, name: str | None = None) -> tuple[str, ModuleType]:
     """The backend for a call: the one named, or the first that is usable here and takes it.
 
-    An explicit request never falls back.
+    An explicit request never falls back. Without a name, the backends are tried in the order that was measured on this
+    GPU for calls of this shape (`crossover.order`), or in registry order where nothing was. That order may depend on
+    the number of heads; bits are the same over head counts for each backend, not between two of them. Whoever compares
+    widths to the bit names a backend.
 
     Raises:
         ValueError: ``name`` is unknown.
         BackendUnavailable: the named one cannot take the call, or none can; the message lists each reason.
     """
     refused: dict[str, str] = {}
-    for candidate in [name] if name is not None else REGISTRY:
+    for candidate in [name] if name is not None else _automatic(call):
         reason = _refusal(candidate, call, explicit=name is not None)
         if reason is None:
             return candidate, importlib.import_module(REGISTRY[candidate].module)
         refused[candidate] = reason
     raise BackendUnavailable(_no_backend_text(call, refused))
+
+
+def _automatic(call: SparseCall) -> tuple[str, ...]:
+    return crossover.order(call, [name for name, entry in REGISTRY.items() if entry.automatic])
 
 
 def _refusal(name: str, call: SparseCall, *, explicit: bool) -> str | None:
