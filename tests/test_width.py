@@ -16,7 +16,7 @@ from headfit.width import Call, Capability, NoLegalWidthError, Policy, plan_widt
 
 MODES = ["extend", "mixed", "split_prefill", "draft_extend", "target_verify", "decode", "idle", "dllm_extend"]
 ROWS = [0, 1, 64, 65, 4096]
-HEADS = [(64, 64), (32, 64), (8, 64), (4, 64), (128, 128), (16, 128)]
+HEADS = [(64, 64), (32, 64), (8, 64), (4, 64), (128, 128), (64, 128), (16, 128)]
 
 FLASHINFER = {"prefill_heads": {8, 16, 32, 64, 128}, "decode_heads": {8, 16, 32, 64, 128}}
 CAPABILITIES = {
@@ -96,6 +96,28 @@ def test_padded_and_native_truth_table(name: str) -> None:
                 listed = [16, 32, 64, 128]
         on = plan_width(call, capability, Policy.native())
         assert on.width == next(h for h in listed if h >= n_local)
+
+
+@pytest.mark.parametrize(
+    ("n_local", "n_heads", "width"),
+    [
+        *((heads, heads, heads) for heads in (4, 32, 64, 96, 128)),  # TP1: what the model has
+        *((n_local, n_heads, 64) for n_local, n_heads in ((64, 128), (32, 64), (1, 64), (2, 4))),
+        *((n_local, n_heads, n_heads) for n_local, n_heads in ((96, 192), (65, 130))),
+    ],
+)
+def test_the_pad_of_todays_stacks(n_local: int, n_heads: int, width: int) -> None:
+    assert w.padded_width(n_local, n_heads) == width
+    any_width = Capability("x", (12, 0), 0, range(1, 257), ())
+    assert plan_width(Call(1, n_local, n_heads), any_width, Policy.padded()).width == width
+
+
+@pytest.mark.parametrize(
+    "cc", [None, (1, 2), (8, 9), (9, 0), (10, 3), (11, 0), (12, 0), (12, 1), (12, 9), (13, 0), (120, 0)]
+)
+def test_the_published_gate_is_for_major_12_alone(cc: tuple[int, int] | None) -> None:
+    decision = plan_width(Call(65, 32, 64), Capability("x", cc, 64, {32, 64}, {64}), Policy.sm12x_prefill())
+    assert decision.width == (32 if cc in ((12, 0), (12, 1), (12, 9)) else 64)
 
 
 @pytest.mark.parametrize(
