@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from headfit.launch import Event, InputError, Rank, join_group, leave_group
+from headfit.ranks import Event, InputError, Rank, join_group, leave_group
 
 Emit = Callable[[Event], None]
 
@@ -29,15 +29,16 @@ def add(rank: Rank, payload: dict[str, Any], emit: Emit) -> dict[str, Any]:
 
 
 def fail(rank: Rank, payload: dict[str, Any], emit: Emit) -> None:
-    """One rank fails in the given way; the others wait for it in a collective, as they would in a forward pass."""
-    import torch
-    import torch.distributed as dist
+    """One rank fails in the given way; the others wait for it, in a collective as in a forward pass, or asleep."""
+    group = None
+    if payload["collective"]:
+        import torch
 
-    group = join_group(rank, torch.device("cpu"))
+        group = join_group(rank, torch.device("cpu"))
     if rank.rank == payload["who"]:
         how = payload["how"]
         print("last words", file=sys.stderr)
-        if how == "kill":
+        if how.startswith("kill"):
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "exit":
             os._exit(7)
@@ -46,7 +47,12 @@ def fail(rank: Rank, payload: dict[str, Any], emit: Emit) -> None:
         if how == "input":
             raise InputError("the thing is wrong: use another thing")
         raise RuntimeError("something\nbroke")
-    dist.barrier(group)
+    if group is None:
+        time.sleep(600)
+    else:
+        import torch.distributed as dist
+
+        dist.barrier(group)
 
 
 def wait(rank: Rank, payload: dict[str, Any], emit: Emit) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from headfit import launch
+from headfit import launch, ranks
 
 TESTS = Path(__file__).parent
 
@@ -60,7 +60,7 @@ def test_rank_0_answers_and_its_events_arrive(env):
     events = []
     before = children()
     result = launch.run_ranks("rank_targets:add", {"start": 10}, 2, env=env, on_event=events.append)
-    assert result == {"sum": 21.0, "threads": str(max(1, launch.usable_cores() // 2))}
+    assert result == {"sum": 21.0, "threads": str(max(1, ranks.usable_cores() // 2))}
     assert [event["rank"] for event in events] == [0]  # what libraries print is no event, and other ranks stay silent
     assert children() == before
 
@@ -77,19 +77,21 @@ def test_thread_count_of_the_user_wins(env):
 @pytest.mark.parametrize(
     ("how", "who", "kind", "says"),
     [
-        ("kill", 1, launch.RankError, "rank 1 was killed by SIGKILL"),
+        ("kill in a collective", 1, launch.RankError, "rank 1 was killed by SIGKILL"),
         ("kill", 0, launch.RankError, "rank 0 was killed by SIGKILL"),
         ("exit", 1, launch.RankError, "rank 1 exited with code 7"),
         ("raise", 1, launch.RankError, "rank 1 failed: RuntimeError: something broke"),
         ("memory", 0, launch.RankError, "rank 0 failed: out of memory: lower --prefill-chunk"),
-        ("input", 1, launch.InputError, "the thing is wrong: use another thing"),
+        ("input", 1, ranks.InputError, "the thing is wrong: use another thing"),
     ],
 )
 def test_a_failing_rank_is_named_and_takes_the_others_with_it(env, how, who, kind, says):
     before = children()
     begun = time.monotonic()
     with pytest.raises(kind) as caught:
-        launch.run_ranks("rank_targets:fail", {"how": how, "who": who}, 2, env=env, timeout_s=300)
+        launch.run_ranks(
+            "rank_targets:fail", {"how": how, "who": who, "collective": "collective" in how}, 2, env=env, timeout_s=300
+        )
     message = str(caught.value)
     assert message.startswith(says)
     assert "\n" not in message
@@ -110,7 +112,7 @@ def test_port_in_use_is_found_before_anything_starts():
         other.listen()
         port = other.getsockname()[1]
         before = children()
-        with pytest.raises(launch.InputError, match=rf"port {port} cannot be used .*--port"):
+        with pytest.raises(ranks.InputError, match=rf"port {port} cannot be used .*--port"):
             launch.run_ranks("rank_targets:add", {"start": 0}, 2, port=port)
         assert children() == before
 
@@ -156,20 +158,27 @@ def test_ranks_end_with_their_parent(env, tmp_path, number):
 def test_half_a_torchrun_environment_is_refused(monkeypatch, variables, says):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert launch.rank_from_env() is None
+    assert ranks.rank_from_env() is None
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(launch.InputError, match=says):
-        launch.rank_from_env()
+    with pytest.raises(ranks.InputError, match=says):
+        ranks.rank_from_env()
 
 
 def test_torchrun_environment_is_read(monkeypatch):
-    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "29"}.items():
+    for name, value in {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "host",
+        "MASTER_PORT": "29",
+    }.items():
         monkeypatch.setenv(name, value)
-    assert launch.rank_from_env(7.0) == launch.Rank(5, 8, 1, 4, "host", 29, None, True, 7.0)
+    assert ranks.rank_from_env(7.0) == ranks.Rank(5, 8, 1, 4, "host", 29, None, True, 7.0)
 
 
 def test_what_the_user_set_wins_over_silence():
-    quiet = launch.quiet_environment({"TRANSFORMERS_VERBOSITY": "info"})
+    quiet = ranks.quiet_environment({"TRANSFORMERS_VERBOSITY": "info"})
     assert quiet["TRANSFORMERS_VERBOSITY"] == "info"
     assert quiet["HF_HUB_OFFLINE"] == "1"

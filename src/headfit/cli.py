@@ -1,8 +1,10 @@
 """The `headfit` command: options in, one-line errors and tables out.
 
-Belongs here: parsing, what goes to the screen, exit codes. Must not: import torch before a command needs it, compute anything.
+Belongs here: parsing, what goes to the screen, exit codes. Must not: import torch before a command needs it, compute
+anything.
 
-Exit codes: 0 fine, 1 the comparison found a difference, 2 bad input or a rank that failed, 130 / 143 interrupted / terminated.
+Exit codes: 0 fine, 1 the comparison found a difference, 2 bad input or a rank that failed, 130 / 143 interrupted /
+terminated.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import headfit
 from headfit import comparison as data
-from headfit import launch, subject
+from headfit import launch, ranks, subject
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,8 +48,10 @@ def run(arguments: list[str]) -> int:
     try:
         with launch.terminate_as_exit():
             code = app(arguments, prog_name="headfit", standalone_mode=False)
+        if code == 130:  # typer turned Ctrl-C into this code, without a word
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
-    except (launch.InputError, ImportError) as error:
+    except (ranks.InputError, ImportError) as error:
         return _fail(str(error))
     except launch.RankError as error:
         return _fail(str(error))
@@ -75,7 +79,9 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
 ) -> None:
     pass
 
@@ -94,16 +100,32 @@ def _one_of(*accepted: str) -> Callable[[str], str]:
 
 @app.command()
 def compare(
-    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks to start (default 2); under torchrun, the world size.")] = None,
-    model: Annotated[str | None, typer.Option(help="Local DeepSeek-V4 checkpoint folder. Default: a small model with V4-Flash's attention.")] = None,
+    tp: Annotated[
+        int | None, typer.Option(help="Tensor-parallel ranks to start (default 2); under torchrun, the world size.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Local DeepSeek-V4 checkpoint folder. Default: a small model with V4-Flash's attention."),
+    ] = None,
     prompt: Annotated[str | None, typer.Option(help="Text file to read. Default: headfit's README.")] = None,
     prompt_tokens: Annotated[int, typer.Option(min=0, help="Use at most the first N tokens of it; 0 is all.")] = 3072,
     prefill_chunk: Annotated[int, typer.Option(min=1, help="Rows per prefill call.")] = 512,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate greedily.")] = 24,
-    policy: Annotated[str, typer.Option(callback=_one_of(*data.POLICIES), help=f"Width policy of the second run: {', '.join(data.POLICIES)}.")] = "native",
-    backend: Annotated[str | None, typer.Option(help="Attention backend. Default: the first that runs on the device.")] = None,
-    cache_layout: Annotated[str, typer.Option(callback=_one_of(*_LAYOUTS), help="Latent cache: v4 (FP8 pages) or bf16.")] = "v4",
-    device: Annotated[str, typer.Option(callback=_one_of(*_DEVICES), help="auto, cpu, or cuda (one GPU a rank).")] = "auto",
+    policy: Annotated[
+        str,
+        typer.Option(
+            callback=_one_of(*data.POLICIES), help=f"Width policy of the second run: {', '.join(data.POLICIES)}."
+        ),
+    ] = "native",
+    backend: Annotated[
+        str | None, typer.Option(help="Attention backend. Default: the first that runs on the device.")
+    ] = None,
+    cache_layout: Annotated[
+        str, typer.Option(callback=_one_of(*_LAYOUTS), help="Latent cache: v4 (FP8 pages) or bf16.")
+    ] = "v4",
+    device: Annotated[
+        str, typer.Option(callback=_one_of(*_DEVICES), help="auto, cpu, or cuda (one GPU a rank).")
+    ] = "auto",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the default model's weights.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every figure to this file.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page into this folder.")] = None,
@@ -112,9 +134,11 @@ def compare(
     debug: Annotated[bool, typer.Option("--debug", help="When a rank fails, show what all ranks printed.")] = False,
 ) -> int:
     """Run a prompt with and without the head pad: what the pad costs, and whether a bit or a token changes."""
-    joined = launch.rank_from_env(timeout)
+    joined = ranks.rank_from_env(timeout)
     if joined is not None and tp not in (None, joined.world):
-        raise launch.InputError(f"--tp is {tp} but torchrun started {joined.world} ranks: leave --tp out, or start {tp} ranks")
+        raise ranks.InputError(
+            f"--tp is {tp} but torchrun started {joined.world} ranks: leave --tp out, or start {tp} ranks"
+        )
     options = data.Options(
         tp=joined.world if joined is not None else 2 if tp is None else tp,
         model=model,
@@ -147,24 +171,29 @@ def compare(
     return _finish(data.from_dict(result), json_file, report)
 
 
-def _compare_joined(options: data.Options, rank: launch.Rank, json_file: Path | None, report: Path | None, debug: bool) -> int:
+def _compare_joined(
+    options: data.Options, rank: ranks.Rank, json_file: Path | None, report: Path | None, debug: bool
+) -> int:
     """This process is one rank of a group that something else started."""
-    os.environ.update(launch.quiet_environment(os.environ))
+    os.environ.update(ranks.quiet_environment(os.environ))
     from rich.console import Console
 
-    from headfit import compare as job
-
     try:
-        with _progress(Console(stderr=True, quiet=rank.rank != 0)) as show:
-            result = job.rank_main(rank, asdict(options), show)
-    except launch.InputError:
+        with ranks.native_silence(not debug) as stderr:
+            from headfit import compare as job
+
+            with _progress(Console(file=stderr, quiet=rank.rank != 0)) as show:
+                result = job.rank_main(rank, asdict(options), show)
+    except ranks.InputError:
         if rank.rank == 0:
             raise
         return 2  # every rank found the same; one line is enough
     except Exception as error:
         if debug:
             raise
-        sys.exit(_fail(f"rank {rank.rank} failed: {launch.describe_failure(error)[0]}"))
+        code = _fail(f"rank {rank.rank} failed: {ranks.describe_failure(error)[0]}")
+        sys.stderr.flush()
+        os._exit(code)  # threads of a group whose peer is gone can block the interpreter's way out
     return 0 if result is None else _finish(data.from_dict(result), json_file, report)
 
 
@@ -175,15 +204,15 @@ def _check_outputs(json_file: Path | None, report: Path | None) -> None:
     if report is not None:
         pages.check_installed()
         if report.exists() and not report.is_dir():
-            raise launch.InputError(f"--report {report}: is a file; give a folder, it is made where it is missing")
+            raise ranks.InputError(f"--report {report}: is a file; give a folder, it is made where it is missing")
     if json_file is not None and json_file.is_dir():
-        raise launch.InputError(f"--json {json_file}: is a folder; give a file name")
+        raise ranks.InputError(f"--json {json_file}: is a folder; give a file name")
     for option, folder in (("--report", report), ("--json", json_file.parent if json_file is not None else None)):
         if folder is None:
             continue
         there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
         if not there.is_dir() or not os.access(there, os.W_OK):
-            raise launch.InputError(f"{option}: {there} cannot be written; choose another place")
+            raise ranks.InputError(f"{option}: {there} cannot be written; choose another place")
 
 
 def _finish(comparison: data.Comparison, json_file: Path | None, report: Path | None) -> int:
@@ -204,7 +233,9 @@ def _finish(comparison: data.Comparison, json_file: Path | None, report: Path | 
             pages.write_atomically(json_file, json.dumps(data.to_dict(comparison), indent=1, allow_nan=False) + "\n")
             console.print(f"json: {json_file}", style="dim", highlight=False, soft_wrap=True)
     except OSError as error:
-        raise launch.InputError(f"{error.filename}: {error.strerror}; choose another place for --report or --json") from None
+        raise ranks.InputError(
+            f"{error.filename}: {error.strerror}; choose another place for --report or --json"
+        ) from None
     return comparison.exit_code
 
 
@@ -212,9 +243,8 @@ def _print_result(console: Console, comparison: data.Comparison) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    work, options = comparison.workload, comparison.options
-    console.print(Text(f"{work.model}: {work.layers} layers, {work.heads} heads, TP {options.tp}, {work.backend} backend, {work.cache_layout} cache", "bold"))
-    console.print(Text(f"prompt: {work.prompt}, {work.prompt_tokens} of {work.prompt_tokens_all} tokens in chunks of {options.prefill_chunk}", "dim"))
+    console.print(Text(data.subject_line(comparison), "bold"))
+    console.print(Text(f"prompt: {data.prompt_line(comparison)}", "dim"))
     cells = data.lane_table(comparison)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     for place, header in enumerate(cells.headers):
@@ -236,14 +266,14 @@ def _print_result(console: Console, comparison: data.Comparison) -> None:
 
 
 @contextmanager
-def _progress(console: Console) -> Iterator[Callable[[launch.Event], None]]:
+def _progress(console: Console) -> Iterator[Callable[[ranks.Event], None]]:
     """A bar on a terminal; elsewhere one plain line whenever the stage changes."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     if not console.is_terminal:
         said: list[str] = []
 
-        def tell(event: launch.Event) -> None:
+        def tell(event: ranks.Event) -> None:
             text = event["text"].partition(",")[0]
             if text not in said:
                 said.append(text)
@@ -251,11 +281,16 @@ def _progress(console: Console) -> Iterator[Callable[[launch.Event], None]]:
 
         yield tell
         return
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting ranks", total=None)
 
-        def show(event: launch.Event) -> None:
+        def show(event: ranks.Event) -> None:
             if event["event"] == "progress":
                 progress.update(task, description=event["text"], completed=event["done"], total=event["total"])
             else:
@@ -264,10 +299,31 @@ def _progress(console: Console) -> Iterator[Callable[[launch.Event], None]]:
         yield show
 
 
-# ---------------------------------------------------------------- other commands, each in its own module
+# ---------------------------------------------------------------- doctor
 
 
-def _lazy(module: str, name: str) -> Any:
-    import importlib
+@app.command()
+def doctor(
+    model: Annotated[
+        str, typer.Option(help="deepseek-v4-flash, deepseek-v4-pro, or a checkpoint folder.")
+    ] = "deepseek-v4-flash",
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel size. Default: every size that fits.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="A GPU that need not be here: h200, sm_120, 9.0.")] = None,
+    policy: Annotated[str | None, typer.Option(help=f"Width policy: {', '.join(data.POLICIES)}.")] = None,
+    family: Annotated[str | None, typer.Option(help="One kernel family only, such as triton.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> int:
+    """Say what is installed here, which head counts each kernel takes, and which width a model would run at."""
+    from rich.console import Console
 
-    return getattr(importlib.import_module(module), name)
+    from headfit import doctor as clinic
+
+    try:
+        found = clinic.doctor_command(model=model, tp=tp, gpu=gpu, policy=policy, family=family)
+    except (ValueError, OSError) as error:
+        raise ranks.InputError(str(error)) from None
+    if as_json:
+        print(clinic.to_json(found))
+    else:
+        Console().print(clinic.render(found))
+    return 0

@@ -1,7 +1,8 @@
 """One rank's part of `headfit compare`: load, convert, run padded and planned in turn, compare every bit, gather.
 
-Belongs here: what happens inside a rank. Must not: start processes (`launch`), print, draw. Both runs share one set of weights and have a
-cache each; they alternate chunk by chunk and swap order at every step, so that drift of the machine cancels.
+Belongs here: what happens inside a rank. Must not: start processes (`launch`), print, draw. Both runs share one set of
+weights and have a cache each; they alternate chunk by chunk and swap order at every step, so that drift of the machine
+cancels.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from headfit import comparison as data
 from headfit import subject as subjects
 from headfit import verify
-from headfit.launch import Event, InputError, Rank, join_group, leave_group
+from headfit.ranks import Event, InputError, Rank, join_group, leave_group
 from headfit.width import Policy
 
 if TYPE_CHECKING:
@@ -31,7 +32,10 @@ _WARM_UP_STEPS = 2
 
 
 def rank_main(rank: Rank, payload: dict[str, Any], emit: Callable[[Event], None]) -> dict[str, Any] | None:
-    """The job of one rank, as `launch.run_ranks` calls it; rank 0 returns the comparison as a dict, the others None."""
+    """The job of one rank, as `launch.run_ranks` calls it;
+
+    rank 0 returns the comparison as a dict, the others None.
+    """
     started = time.perf_counter()
     options = data.Options(**payload)
     device = choose_device(options.device, rank)
@@ -51,7 +55,8 @@ def choose_device(wanted: str, rank: Rank) -> torch.device:
         )
     if wanted == "cuda" and count < rank.local_world:
         raise InputError(
-            f"--device cuda: {rank.local_world} ranks need {rank.local_world} GPUs and {count} are here; lower --tp or use --device cpu"
+            f"--device cuda: {rank.local_world} ranks need {rank.local_world} GPUs "
+            f"and {count} are here; lower --tp or use --device cpu"
         )
     if wanted == "cpu" or count < max(1, rank.local_world):
         return torch.device("cpu")
@@ -200,7 +205,10 @@ def run(
     emit: Callable[[Event], None],
     started: float,
 ) -> data.Comparison | None:
-    """Both runs of `options` on this rank. Returns the comparison on rank 0, None elsewhere. Raises InputError for what cannot run."""
+    """Both runs of `options` on this rank.
+
+    Returns the comparison on rank 0, None elsewhere. Raises InputError for what cannot run.
+    """
     clock = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     emit({"event": "status", "text": "loading the model"})
     subject = subjects.load(options, group, device)
@@ -360,4 +368,3 @@ def _combine(
         forward_seconds_on=max(part.seconds_on for part in everyone),
         waste=data.waste_of(workload.heads),
     )
-

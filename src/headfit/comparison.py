@@ -1,6 +1,8 @@
-"""What `headfit compare` was asked and what it found, as plain data, and the one table that screen, JSON and page are made of.
+"""What `headfit compare` was asked and what it found, as plain data, and the one table that screen, JSON and page are
+made of.
 
-Belongs here: frozen records, derived numbers, (de)serialisation, formatting of figures. Must not: torch, processes, drawing.
+Belongs here: frozen records, derived numbers, (de)serialisation, formatting of figures. Must not: torch, processes,
+drawing.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ TP_AXIS = (1, 2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class Options:
-    """One request. `prompt` and `model` are paths as typed (None: the default), `prompt_tokens` 0 means all, `command` is for the record."""
+    """One request. `prompt` and `model` are paths as typed (None:
+
+    the default), `prompt_tokens` 0 means all, `command` is for the record.
+    """
 
     tp: int = 2
     model: str | None = None
@@ -56,7 +61,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Environment:
-    """Where the figures come from. `packages` are (name, version) pairs, `devices` one entry a rank, `commit` "" outside a checkout."""
+    """Where the figures come from.
+
+    `packages` are (name, version) pairs, `devices` one entry a rank, `commit` "" outside a checkout.
+    """
 
     packages: tuple[tuple[str, str], ...]
     commit: str
@@ -71,7 +79,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Workload:
-    """What ran: tokens, chunks, decode steps, the model in words, its heads, the backend that computed the attention."""
+    """What ran: tokens, chunks, decode steps, the model in words, its heads, who computed the attention."""
 
     model: str
     layers: int
@@ -93,8 +101,8 @@ class Workload:
 class LaneRow:
     """All attention calls of one phase and layer kind that were decided alike.
 
-    `rows` are query tokens over all `calls`; times are seconds of the attention call alone, one figure a rank; `identical` says whether
-    every surviving bit of output and log-sum-exp was the same on every rank.
+    `rows` are query tokens over all `calls`; times are seconds of the attention call alone, one figure a rank;
+    `identical` says whether every surviving bit of output and log-sum-exp was the same on every rank.
     """
 
     phase: str
@@ -155,7 +163,10 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class WastePoint:
-    """At `tp` ranks a rank owns `heads` heads and the pad launches `width`; `wasted` of the arithmetic is thrown away, 0..1."""
+    """At `tp` ranks a rank owns `heads` heads and the pad launches `width`;
+
+    `wasted` of the arithmetic is thrown away, 0..1.
+    """
 
     tp: int
     heads: int
@@ -264,7 +275,10 @@ def _lane(entry: Mapping[str, Any]) -> LaneRow:
 
 @dataclass(frozen=True)
 class Table:
-    """Formatted cells, the same on the screen and on the page. `notes` are the reasons, numbered from 1 in the last column."""
+    """Formatted cells, the same on the screen and on the page.
+
+    `notes` are the reasons, numbered from 1 in the last column.
+    """
 
     headers: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -314,8 +328,8 @@ def verdicts(comparison: Comparison) -> tuple[tuple[str, str, bool | None], ...]
     )
     if comparison.first_difference is not None:
         lines.append(("first difference", comparison.first_difference.sentence, False))
-    wall = f"{comparison.wall_seconds:.1f} s (forward passes: off {comparison.forward_seconds_off:.1f} s, on {comparison.forward_seconds_on:.1f} s)"
-    lines.append(("wall time", wall, None))
+    passes = f"off {comparison.forward_seconds_off:.1f} s, on {comparison.forward_seconds_on:.1f} s"
+    lines.append(("wall time", f"{comparison.wall_seconds:.1f} s (forward passes: {passes})", None))
     return tuple(lines)
 
 
@@ -323,7 +337,27 @@ def timing_note(comparison: Comparison) -> str:
     """How the lane was measured, in one sentence."""
     ranks = comparison.options.tp
     slowest = f"the slowest of {ranks} ranks" if ranks > 1 else "the one rank"
-    return f"Lane times are the attention call alone, summed over calls, of {slowest}; off and on alternate and swap order at every step."
+    return (
+        f"Lane times are the attention call alone, summed over calls, of {slowest}; off and on alternate and swap "
+        "order at every step."
+    )
+
+
+def subject_line(comparison: Comparison) -> str:
+    """Model and backend."""
+    work = comparison.workload
+    return (
+        f"{work.model}: {work.layers} layers, {work.heads} heads, TP {comparison.options.tp}, {work.backend} backend, "
+        f"{work.cache_layout} cache"
+    )
+
+
+def prompt_line(comparison: Comparison) -> str:
+    """Prompt, chunks, and whether the sparse choice had anything to choose from."""
+    work = comparison.workload
+    tokens = f"{work.prompt_tokens:,} of {work.prompt_tokens_all:,} tokens in {work.chunks} chunks"
+    choice = "" if work.sparse else "; too short for the indexer to leave a row out"
+    return f"{work.prompt}, {tokens} of up to {comparison.options.prefill_chunk}{choice}"
 
 
 def waste_of(heads: int) -> tuple[WastePoint, ...]:

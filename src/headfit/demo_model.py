@@ -2,9 +2,9 @@
 
 Belongs here: its configuration and its seeded weights. Must not: file reads, downloads, the conversion to MQALayer.
 
-What is true to V4-Flash: 64 query heads x 512 (64 rotary), one shared KV row, window 128, index_topk 512 with 64 x 128 indexer heads,
-compress ratios 4 and 128, 8 output groups, sinks, hyper-connections, a hash-routed and top-k routed MoE. What is small: hidden size,
-LoRA ranks, experts, depth, vocabulary (bytes).
+What is true to V4-Flash: 64 query heads x 512 (64 rotary), one shared KV row, window 128, index_topk 512 with 64 x 128
+indexer heads, compress ratios 4 and 128, 8 output groups, sinks, hyper-connections, a hash-routed and top-k routed
+MoE. What is small: hidden size, LoRA ranks, experts, depth, vocabulary (bytes).
 """
 
 from __future__ import annotations
@@ -72,15 +72,13 @@ def build(
 ) -> DeepseekV4ForCausalLM:
     """A DeepseekV4ForCausalLM with weights that depend on `seed` and nothing else, in eval mode.
 
-    Each tensor draws from its own generator, seeded by `seed` and its name: every rank builds the same weights, and a model with fewer
-    layers shares the weights of its first ones. `dtype` is the dtype of the linear weights; what V4 keeps in float32 stays so.
+    Each tensor draws from its own generator, seeded by `seed` and its name: every rank builds the same weights, and a
+    model with fewer layers shares the weights of its first ones. `dtype` is the dtype of the linear weights; what V4
+    keeps in float32 stays so.
     """
     from transformers import DeepseekV4ForCausalLM
-    from transformers.initialization import no_init_weights
 
-    cfg = config(layer_types=layer_types)
-    with no_init_weights():
-        model = DeepseekV4ForCausalLM(cfg)
+    model = DeepseekV4ForCausalLM(config(layer_types=layer_types))
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             _fill(name, tensor, seed)
@@ -98,8 +96,11 @@ def _is_float32(name: str, parameter: torch.Tensor) -> bool:
 
 
 def _fill(name: str, tensor: torch.Tensor, seed: int) -> None:
-    """Write seeded values: what a trained model has away from zero (sinks, biases, gates, hash tables) must not be zero here."""
-    generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+    """Write seeded values: what a trained model has away from zero (sinks, biases, gates, hash tables) must not be
+    zero here.
+    """
+    # One 32-bit number of both: torch's CPU generator looks at no more bits of a seed.
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
 
     def normal(mean: float, std: float) -> None:
         tensor.copy_(torch.randn(tensor.shape, generator=generator) * std + mean)

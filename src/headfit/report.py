@@ -1,6 +1,7 @@
 """The page of a comparison: one HTML file that needs nothing else, written whole or not at all.
 
-Belongs here: plots, the template's inputs, atomic writing. Must not: measure, decide, format a figure that `comparison` formats already.
+Belongs here: plots, the template's inputs, atomic writing. Must not: measure, decide, format a figure that
+`comparison` formats already.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ _REMEDY = "install the page's extra: pip install 'headfit[compare]'"
 
 
 def check_installed() -> None:
-    """Raise ImportError with the remedy when the page's libraries are missing; called before the work, not after it."""
+    """Raise ImportError with the remedy when the page's libraries are missing;
+
+    called before the work, not after it.
+    """
     try:
         import jinja2  # noqa: F401
         import matplotlib  # noqa: F401
@@ -34,7 +38,8 @@ def check_installed() -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` (UTF-8) to `path` through a temporary file in the same folder and a rename; makes the folder where it is missing.
+    """Write `text` (UTF-8) to `path` through a temporary file in the same folder and a rename; makes the folder where
+    it is missing.
 
     A reader sees the old file or the whole new one. Raises OSError, leaving no temporary file.
     """
@@ -114,10 +119,9 @@ def _facts(comparison: data.Comparison) -> list[tuple[str, str, str]]:
 
 def _record(comparison: data.Comparison) -> list[tuple[str, str]]:
     env, work = comparison.environment, comparison.workload
-    prompt = f"{work.prompt}, {work.prompt_tokens:,} of {work.prompt_tokens_all:,} tokens in {work.chunks} chunks of up to {comparison.options.prefill_chunk}"
     return [
         ("model", f"{work.model}, {work.layers} layers, {work.heads} heads, {work.dtype}"),
-        ("prompt", prompt),
+        ("prompt", data.prompt_line(comparison)),
         ("attention", f"{work.backend} backend, {work.cache_layout} cache"),
         ("policies", f"off: {work.policy_off}, on: {work.policy_on}"),
         ("seed", str(comparison.options.seed)),

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headfit import comparison as data
-from headfit.launch import InputError, Rank, usable_cores
+from headfit.ranks import InputError, Rank, usable_cores
 
 if TYPE_CHECKING:
     import torch
@@ -33,11 +33,13 @@ _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
-# ---------------------------------------------------------------- checks that need no torch, made before any process starts
+# ---------------------------------------------------------------- checks made before any process starts, without torch
 
 
 def check_options(options: data.Options) -> None:
-    """Raise InputError for a prompt that cannot be read, a folder that is no checkpoint, ranks that do not divide the heads."""
+    """Raise InputError for a prompt that cannot be read, a folder that is no checkpoint, ranks that do not divide the
+    heads.
+    """
     heads = 64 if options.model is None else _check_checkpoint(Path(options.model).expanduser())
     if options.tp < 1:
         raise InputError(f"--tp is {options.tp} but must be at least 1")
@@ -51,21 +53,34 @@ def check_options(options: data.Options) -> None:
 def _check_checkpoint(folder: Path) -> int:
     """The head count of the DeepSeek-V4 checkpoint in `folder`."""
     if not folder.is_dir():
-        raise InputError(f"--model {folder}: no such folder; give a local checkpoint folder, or leave --model out for the built-in model")
+        raise InputError(
+            f"--model {folder}: no such folder; give a local checkpoint folder, or leave --model out "
+            "for the built-in model"
+        )
     path = folder / "config.json"
     if not path.is_file():
-        raise InputError(f"--model {folder}: no checkpoint, config.json is missing; give the folder that save_pretrained wrote")
+        raise InputError(
+            f"--model {folder}: no checkpoint, config.json is missing; give the folder that save_pretrained wrote"
+        )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         kind, heads = config.get("model_type"), config.get("num_attention_heads", 64)
     except (OSError, ValueError, AttributeError) as error:
-        raise InputError(f"--model {folder}: config.json cannot be read ({_one_line(error)}); give a whole checkpoint folder") from None
+        raise InputError(
+            f"--model {folder}: config.json cannot be read ({_one_line(error)}); give a whole checkpoint folder"
+        ) from None
     if kind != "deepseek_v4":
-        raise InputError(f"--model {folder}: model_type is {kind!r}, accepted is 'deepseek_v4'; give a DeepSeek-V4 checkpoint")
+        raise InputError(
+            f"--model {folder}: model_type is {kind!r}, accepted is 'deepseek_v4'; give a DeepSeek-V4 checkpoint"
+        )
     if not isinstance(heads, int) or heads < 1:
-        raise InputError(f"--model {folder}: num_attention_heads is {heads!r} in config.json, needed is a positive integer")
+        raise InputError(
+            f"--model {folder}: num_attention_heads is {heads!r} in config.json, needed is a positive integer"
+        )
     if not any(found for pattern in _WEIGHTS for found in folder.glob(pattern)):
-        raise InputError(f"--model {folder}: no weights (*.safetensors) beside config.json; give a whole checkpoint folder")
+        raise InputError(
+            f"--model {folder}: no weights (*.safetensors) beside config.json; give a whole checkpoint folder"
+        )
     return heads
 
 
@@ -82,7 +97,10 @@ def _read_file(path: Path) -> bytes:
 
 
 def readme() -> bytes:
-    """The project's own README: beside the sources in a checkout, else the description in the installed package's metadata."""
+    """The project's own README:
+
+    beside the sources in a checkout, else the description in the installed package's metadata.
+    """
     root = Path(__file__).resolve().parents[2]
     if (root / "pyproject.toml").is_file() and (root / "README.md").is_file():
         return (root / "README.md").read_bytes()
@@ -143,14 +161,14 @@ def load(options: data.Options, group: ProcessGroup | None, device: torch.device
     import torch
 
     try:
+        from headfit import kernels
         from headfit.engines.transformers import convert
-        from headfit.kernels import BackendUnavailable
         from headfit.layer import MQALayer
         from headfit.width import Policy
     except ImportError as error:
         raise InputError(f"compare needs {error.name}: pip install 'headfit[compare]'") from None
     torch.manual_seed(options.seed)
-    # A CPU without native bfloat16 emulates it some fifty times slower; the kernel's own inputs are bfloat16 either way.
+    # A CPU without native bfloat16 emulates it some fifty times slower; the kernel's own inputs are bfloat16 anyway.
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     tokenizer = None
     if options.model is None:
@@ -163,10 +181,17 @@ def load(options: data.Options, group: ProcessGroup | None, device: torch.device
         model, tokenizer = _from_folder(folder, device, dtype)
         name = folder.resolve().name
     try:
-        convert(model, group, Policy.padded(), cache_layout=options.cache_layout, backend=options.backend, keep_original=False)
+        convert(
+            model,
+            group,
+            Policy.padded(),
+            cache_layout=options.cache_layout,
+            backend=options.backend,
+            keep_original=False,
+        )
         attention = tuple(module for module in model.modules() if isinstance(module, MQALayer))
         attention[0]._backend_on(device)  # asks whether the backend runs here
-    except (BackendUnavailable, ImportError, ValueError) as error:
+    except (kernels.BackendUnavailable, ImportError, ValueError) as error:
         raise InputError(_one_line(error)) from None
     return Subject(model, attention, tokenizer, name)
 
@@ -183,10 +208,14 @@ def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> tupl
     except MemoryError:
         raise
     except Exception as error:  # whatever a damaged file makes the loaders raise
-        raise InputError(f"--model {folder}: cannot be loaded ({_one_line(error)}); give a whole DeepSeek-V4 checkpoint") from None
+        raise InputError(
+            f"--model {folder}: cannot be loaded ({_one_line(error)}); give a whole DeepSeek-V4 checkpoint"
+        ) from None
     missing = sorted(info["missing_keys"])
     if missing:
-        raise InputError(f"--model {folder}: {len(missing)} weights are missing, such as {missing[0]}; give a whole checkpoint")
+        raise InputError(
+            f"--model {folder}: {len(missing)} weights are missing, such as {missing[0]}; give a whole checkpoint"
+        )
     if device.type == "cpu":
         model.set_experts_implementation("eager")  # grouped GEMMs want bfloat16
     return model.to(device).eval(), tokenizer
@@ -200,7 +229,9 @@ def read_prompt(options: data.Options, subject: Subject) -> Prompt:
     vocabulary = subject.model.config.vocab_size
     if subject.tokenizer is None:
         if vocabulary < 256:
-            raise InputError(f"the checkpoint has no tokenizer and {vocabulary} tokens, too few for bytes: add its tokenizer files")
+            raise InputError(
+                f"the checkpoint has no tokenizer and {vocabulary} tokens, too few for bytes: add its tokenizer files"
+            )
         tokens = list(content)
     else:
         try:
@@ -216,7 +247,9 @@ def read_prompt(options: data.Options, subject: Subject) -> Prompt:
 # ---------------------------------------------------------------- for the record
 
 
-def describe(options: data.Options, subject: Subject, prompt: Prompt, chunks: int, policies: tuple[Policy, Policy]) -> data.Workload:
+def describe(
+    options: data.Options, subject: Subject, prompt: Prompt, chunks: int, policies: tuple[Policy, Policy]
+) -> data.Workload:
     """The workload in words and numbers."""
     config, first = subject.model.config, subject.attention[0]
     ratio = config.compress_rates["compressed_sparse_attention"]
@@ -267,13 +300,18 @@ def environment(rank: Rank, device: torch.device, started: str, devices: tuple[s
 
 
 def _commit() -> str:
-    """The commit of the checkout this package runs from, with `+changes` where tracked files differ; "" when installed."""
+    """The commit of the checkout this package runs from, with `+changes` where tracked files differ;
+
+    "" when installed.
+    """
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists() or not (root / "pyproject.toml").is_file():
         return ""
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", "-C", os.fspath(root), *arguments], capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(
+            ["git", "-C", os.fspath(root), *arguments], capture_output=True, text=True, timeout=10, check=True
+        )
         return done.stdout.strip()
 
     try:

@@ -1,6 +1,7 @@
 """Bit comparison: are two runs of the same step the same, and if not, where do they part first.
 
-Belongs here: comparing tensors and traces bit by bit. Must not: tolerances (a surviving head is equal or it is not), models, processes.
+Belongs here: comparing tensors and traces bit by bit. Must not: tolerances (a surviving head is equal or it is not),
+models, processes.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class Stage:
 class Difference:
     """The first place where two runs part.
 
-    `token` is the position in the sequence (prompt included), `step` the forward call, `heads` the differing heads of that row on
-    that rank (global numbers; empty where the stage has no heads), `count` the differing elements of the stage, `largest` the
-    largest absolute difference among the finite ones.
+    `token` is the position in the sequence (prompt included), `step` the forward call, `heads` the differing heads of
+    that row on that rank (global numbers; empty where the stage has no heads), `count` the differing elements of the
+    stage, `largest` the largest absolute difference among the finite ones.
     """
 
     step: int
@@ -56,7 +57,8 @@ class Difference:
         """For a person."""
         where = "" if self.layer is None else f"layer {self.layer}, "
         heads = f", heads {_spans(self.heads)}" if self.heads else ""
-        return f"token {self.token}, {where}{self.stage} on rank {self.rank}{heads}: {self.count} elements differ, by up to {self.largest:.3g}"
+        size = f"{self.count} elements differ, by up to {self.largest:.3g}"
+        return f"token {self.token}, {where}{self.stage} on rank {self.rank}{heads}: {size}"
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -81,13 +83,15 @@ def first_difference(
 ) -> Difference | None:
     """The first stage of `off` and `on` (same order) that differs in a bit, or None.
 
-    `position` is the sequence position of row 0 of this step and `rows` its tokens (logits and token belong to the last one), `first_head` the global number of this rank's head 0. Raises
-    ValueError when the two traces do not list the same stages: then the runs did not execute the same program.
+    `position` is the sequence position of row 0 of this step and `rows` its tokens (logits and token belong to the
+    last one), `first_head` the global number of this rank's head 0. Raises ValueError when the two traces do not list
+    the same stages: then the runs did not execute the same program.
     """
     names = [[(stage.layer, stage.name) for stage in trace] for trace in (off, on)]
     if names[0] != names[1]:
         raise ValueError(
-            f"step {step}: the two runs recorded different stages ({len(off)} and {len(on)}); both must run the same layers"
+            f"step {step}: the two runs recorded different stages ({len(off)} and {len(on)}); "
+            "both must run the same layers"
         )
     for left, right in zip(off, on, strict=True):
         if not bits_equal(left.value, right.value):
