@@ -232,6 +232,7 @@ def tree(root: Path, **files: str) -> Path:
         "prefill_06": flashinfer_facts._PREFILL_06,
         "prefill_07": flashinfer_facts._PREFILL_07,
         "resolve_07": flashinfer_facts._TOPK_07,
+        "binding_070": str(Path(flashinfer_facts._PREFILL_06).with_name(flashinfer_facts._BINDING_070)),
     }
     package = root / "flashinfer"
     for name, text in files.items():
@@ -254,6 +255,14 @@ def test_prefill_switch_of_06(tmp_path: Path, single: str, dual: str, heads: set
     assert facts.heads == heads
     assert facts.topk == {128, 512}
     assert "sparse_mla_sm120_prefill.cu" in facts.source
+
+
+def test_prefill_of_070_has_the_old_switch_and_topk_as_an_argument(tmp_path: Path) -> None:
+    source = PREFILL_06.replace("topk == ", "topk <= ") % ("      case 8: return run<8, TK>(); \\\n", "case 8:")
+    binding = "TVM_FFI_ICHECK_EQ(topk % 64, 0) << text;"
+    facts = flashinfer_facts.prefill_facts(tree(tmp_path, prefill_06=source, binding_070=binding))
+    assert facts.heads == {8, 16, 32, 64, 128}
+    assert facts.topk == range(64, 2**31, 64)
 
 
 def test_prefill_heads_of_07(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ Where each fact stands:
 - row split: ``_DECODE_MAX_TOKENS`` of `MODULE`, a file up to 0.6.18 and a package with the same name in 0.7;
 - decode heads and topk: up to 0.6.18 the pairs in ``_DECODE_DSV4_DISPATCH``; in 0.7 the public function
   ``supported_sparse_mla_sm120_configs()``, because the pairs have become an envelope;
-- prefill heads and topk: only in the shipped CUDA source. Up to 0.6.18 two functions of ``sparse_mla_sm120_prefill.cu``
-  switch over ``num_heads``; in 0.7 ``visit_prefill_heads`` of ``attention_plan.h`` lists them, and
-  ``attention_resolve.cu`` asks for a multiple in topk. In 0.7.4 decode takes any 1..128 heads, prefill a closed list.
+- prefill heads and topk: only in the shipped CUDA source. Up to 0.7.0 two functions of ``sparse_mla_sm120_prefill.cu``
+  switch over ``num_heads``; from 0.7.1 ``visit_prefill_heads`` of ``attention_plan.h`` lists them. From 0.7.0 topk has
+  to be a multiple only. In all of 0.7.0 to 0.7.4 decode takes any 1..128 heads, and prefill a closed list.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ MODULE: Final = "flashinfer.mla._sparse_mla_sm120"
 SPLIT_NAME: Final = "_DECODE_MAX_TOKENS"
 _PREFILL_06: Final = "data/csrc/sparse_mla_sm120_prefill.cu"
 _PREFILL_07: Final = "data/include/flashinfer/attention/sparse_mla_sm120/execution/attention_plan.h"
+_BINDING_070: Final = "sparse_mla_sm120.cu"
 _TOPK_07: Final = "data/csrc/sparse_mla_sm120/attention_resolve.cu"
 
 
@@ -139,7 +140,7 @@ def _source(path: Path) -> str:
 def _prefill_06(path: Path) -> SideFacts:
     text, where = _source(path), path.name
     heads: frozenset[int] | None = None
-    topk: frozenset[int] = frozenset()
+    topk: frozenset[int] | range = frozenset()
     for function in ("dispatch_dsv4_single", "dispatch_dsv4_dual"):  # one cache, and window + extra cache
         body = _body(text, rf"\bbool\s+{function}\s*\(", where)
         switches = re.split(r"switch\s*\(\s*num_heads\s*\)", body)[1:]
@@ -150,6 +151,8 @@ def _prefill_06(path: Path) -> SideFacts:
             heads = listed if heads is None else heads & listed
         if function == "dispatch_dsv4_single":
             topk = frozenset(int(n) for n in re.findall(r"\btopk\s*==\s*(\d+)", body))
+    if not topk:  # 0.7.0: topk has become an argument of the kernel, and the binding asks for a multiple
+        topk = _multiple(path.with_name(_BINDING_070), r"ICHECK_EQ\(\s*topk\s*%\s*(\d+)\s*,\s*0\s*\)")
     if not heads or not topk:
         raise NotReadableError(f"{where}: no head count or no topk is common to its dispatch functions")
     return SideFacts(heads, topk, f"flashinfer/{_PREFILL_06}: switch (num_heads) in dispatch_dsv4_single and _dual")
@@ -165,9 +168,14 @@ def _prefill_07(path: Path, topk_path: Path) -> SideFacts:
             heads |= {int(n) for n in re.findall(r"\bHEAD\(\s*(\d+)\s*\)", block)}
     if not heads:
         raise NotReadableError(f"{where}: visit_prefill_heads lists no head count for the mg variant of DSV4")
-    steps = {int(n) for n in re.findall(r"\bm\.topk\s*%\s*(\d+)\s*==\s*0", _source(topk_path))}
-    if len(steps) != 1:
-        raise NotReadableError(f"{topk_path.name}: it asks for topk in multiples of {sorted(steps)}, need one number")
-    step = steps.pop()
+    topk = _multiple(topk_path, r"\bm\.topk\s*%\s*(\d+)\s*==\s*0")
     source = f"flashinfer/{_PREFILL_07}: visit_prefill_heads, variant MG, model DSV4; topk: {topk_path.name}"
-    return SideFacts(frozenset(heads), range(step, 2**31, step), source)
+    return SideFacts(frozenset(heads), topk, source)
+
+
+def _multiple(path: Path, pattern: str) -> range:
+    steps = {int(n) for n in re.findall(pattern, _source(path))} if path.is_file() else set()
+    if len(steps) != 1:
+        raise NotReadableError(f"{path.name}: it asks for topk in multiples of {sorted(steps)}, need one number")
+    step = steps.pop()
+    return range(step, 2**31, step)
