@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -210,3 +212,33 @@ def test_a_backend_outside_the_contract_is_chosen_by_name_only(monkeypatch):
     assert kernels.choose(meta_call(), "by_name")[0] == "by_name"
     assert not kernels.load("by_name").unsupported(None)
     assert "flashinfer" not in [n for n, b in kernels.REGISTRY.items() if b.automatic]
+
+
+def load_writer():
+    path = Path(__file__).parent.parent / "benchmarks" / "crossover.py"
+    spec = importlib.util.spec_from_file_location("benchmarks_crossover", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def records(*rows, gpu=GPU):
+    keys = ("backend", "layout", "lanes", "rows", "heads", "us")
+    return {"gpu": gpu, "command": "a test", "records": [dict(zip(keys, row, strict=True)) for row in rows]}
+
+
+def test_the_table_is_written_from_records():
+    first = records(
+        ("triton", "v4", [128, 512], 64, 8, 30.0),
+        ("flashmla", "v4", [128, 512], 64, 8, 44.0),
+        ("triton", "v4", [128], 64, 8, 9.0),  # timed alone: no order
+    )
+    second = records(("triton", "bf16", [640], 64, 64, 90.0), ("flashmla", "bf16", [640], 64, 64, 43.0))
+    tables = crossover.parse(load_writer().table([first, second]))
+    assert [p.times[0][0] for p in tables[GPU]] == ["flashmla", "triton"]
+    assert [p.shape for p in tables[GPU]] == [Shape("bf16", 1, 64, 64, 640), Shape("v4", 2, 64, 8, 640)]
+
+
+def test_the_table_holds_no_backend_that_is_chosen_by_name_only():
+    with pytest.raises(ValueError, match="'flashinfer' is not one"):
+        load_writer().table([records(("flashinfer", "v4", [128], 64, 8, 1.0))])
