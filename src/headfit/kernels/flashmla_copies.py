@@ -260,4 +260,4 @@ def load(library: Path) -> None:
     try:
         torch.ops.load_library(str(library))
     except (OSError, RuntimeError) as error:
-        raise NoCopyError(f"{library.name} does not load: {error}") from error
+        raise NoCopyError(f"{library.name} does not load: {error.__cause__ or error}") from error
