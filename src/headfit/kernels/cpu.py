@@ -111,8 +111,8 @@ class _Buffers:
         self.scores = torch.empty(rows * tiles * KEY_TILE * max(sizes))
         self.q = [torch.zeros(rows, size, d_qk) for size in sizes]  # the heads that pad a tile stay zero
         self.acc = [torch.empty(rows, size, D_V) for size in sizes]
-        self.top = [torch.empty(rows, size) for size in sizes]
-        self.total = [torch.empty(rows, size) for size in sizes]
+        self.top: list[Tensor] = [torch.empty(0)] * len(sizes)  # of the group at hand: largest logit, sum of weights
+        self.total: list[Tensor] = [torch.empty(0)] * len(sizes)
 
 
 def run(call: SparseCall) -> None:
@@ -208,25 +208,26 @@ def _run_block(buf: _Buffers, span: _Span, at: int, count: int, first: int, last
     invalid = lanes == span.table.shape[0] - 1
     masked = bool(invalid.any())
     for cut, (_, size) in enumerate(buf.cuts):
-        q, acc, top, total = (x[cut][:count] for x in (buf.q, buf.acc, buf.top, buf.total))
+        q, acc = buf.q[cut][:count], buf.acc[cut][:count]
         scores = buf.scores[: tiles * count * size * KEY_TILE].view(tiles, count, size, KEY_TILE)
         tile_scores = scores.unbind(0)
         for key, score in zip(transposed, tile_scores, strict=True):
             torch.bmm(q, key, out=score)
         if masked:
             scores.masked_fill_(invalid[:, :, None], -inf)
-        new_top = scores.amax(3).amax(0)
+        top = scores.amax(3).amax(0)
         if started:
-            new_top = torch.maximum(top, new_top)
-        base = new_top.masked_fill(new_top == -inf, 0.0)  # no key so far: exp(-inf - 0) is 0, exp(-inf - -inf) is not
+            top = torch.maximum(top, buf.top[cut])
+        base = top
+        if masked:  # where no key is valid so far: exp(-inf - 0) is 0, exp(-inf - -inf) is not
+            base = top.masked_fill(top == -inf, 0.0)
         scores.sub_(base[None, :, :, None]).exp_()
-        new_total = scores.sum(3).sum(0)
+        total = scores.sum(3).sum(0)
         if started:
-            shrink = (top - base).exp_()
-            new_total.add_(total.mul_(shrink))
+            shrink = (buf.top[cut] - base).exp_()
+            total.add_(buf.total[cut].mul_(shrink))
             acc.mul_(shrink[:, :, None])
-        top.copy_(new_top)
-        total.copy_(new_total)
+        buf.top[cut], buf.total[cut] = top, total
         for i, (value, weight) in enumerate(zip(values, tile_scores, strict=True)):
             if started or i:
                 acc.baddbmm_(weight, value)
