@@ -1,6 +1,7 @@
-"""Which kernel serves an engine's attention call, and at which width: one table of measured wins, one pure function.
+"""Which kernel serves an engine's attention call, and at which width: one function over the measured table.
 
-Belongs here: `Win`, the table, `route`. Does not belong here: engine names, tensors, device queries, environment reads.
+Belongs here: `route` and what the table (`headfit.kernels.crossover`) says against the kernel an engine would run. Does
+not belong here: engine names, tensors, device queries, environment reads.
 
 An engine pads because its kernel takes 64 or 128 heads only. There are two ways out: its own kernel at a narrower
 width, where that kernel's capability lists one, and headfit's kernels, which take any. The second is faster at some
@@ -11,43 +12,15 @@ that says it pays; ``HEADFIT_WIDTH=native`` takes every call.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from headfit.capability import DECODE_MODES, Call, Capability, is_sm12x
+from headfit.kernels import crossover
+from headfit.kernels.crossover import Point, Shape
 from headfit.width import NoLegalWidthError, Policy, plan_width
 
 Phase = Literal["prefill", "decode"]
-
-
-@dataclass(frozen=True)
-class Win:
-    """A measured region in which a headfit backend beats what the engine would run.
-
-    ``major``: of the compute capability. ``heads``, ``rows``: inclusive bounds. ``evidence``: card and figures.
-    """
-
-    backend: str
-    major: int
-    phase: Phase
-    heads: tuple[int, int]
-    rows: tuple[int, int]
-    evidence: str
-
-    def holds(self, call: Call, phase: Phase) -> bool:
-        """Whether the call lies in the region."""
-        return (
-            self.phase == phase
-            and self.heads[0] <= call.n_local <= self.heads[1]
-            and self.rows[0] <= call.rows <= self.rows[1]
-        )
-
-
-ANY_ROWS: Final = (0, 1 << 30)
-
-# Against FlashMLA at 64 heads, which is the fastest legal route of both engines at any h_q <= 64 on SM90.
-WINS: Final[tuple[Win, ...]] = ()
 
 
 @dataclass(frozen=True)
@@ -79,26 +52,58 @@ def is_off(policy: Policy) -> bool:
     return policy.kind == "padded" or not policy.enabled
 
 
-def measured(backends: Iterable[str], major: int, call: Call, phase: Phase, wins: tuple[Win, ...] = WINS) -> Win | None:
-    """The measurement that says a backend of ``backends`` should take the call, best backend first; or None."""
-    for name in backends:
-        for win in wins:
-            if win.backend == name and win.major == major and win.holds(call, phase):
-                return win
-    return None
+@dataclass(frozen=True)
+class Verdict:
+    """What the measured table says of a call: the fastest headfit backend, its time and the engine's, in us."""
+
+    backend: str
+    ours: float
+    engine: float
+
+    @property
+    def pays(self) -> bool:
+        """Whether the headfit backend is the faster one."""
+        return self.ours < self.engine
 
 
-def wins_everywhere(backends: Iterable[str], major: int, n_local: int, wins: tuple[Win, ...] = WINS) -> bool:
-    """Whether one backend was measured to win both phases at ``n_local`` heads, whatever the row count."""
-    for name in backends:
-        held = {
-            win.phase
-            for win in wins
-            if (win.backend, win.major, win.rows) == (name, major, ANY_ROWS) and win.heads[0] <= n_local <= win.heads[1]
-        }
-        if held == {"prefill", "decode"}:
-            return True
-    return False
+@functools.cache
+def points_of(gpu: str | None) -> tuple[Point, ...]:
+    """The points measured on the GPU of this name (``torch.cuda.get_device_name``), from the shipped table."""
+    return crossover.load().get(gpu or "", ())
+
+
+def verdict(
+    points: tuple[Point, ...], backends: tuple[str, ...], phase: Phase, rows: int, heads: int, topk: int, extra: int
+) -> Verdict | None:
+    """Our kernels against FlashMLA at 64 heads for one call, or None where the table does not speak for it.
+
+    Ours read packed pages in both phases. FlashMLA decodes packed pages, and prefills bfloat16 rows that the engine
+    gathered before: the gather is not counted, which favours the engine.
+    """
+    sets, lanes = (2, topk + extra) if extra else (1, topk)
+    ours = crossover.nearest(points, Shape("v4", sets, rows, heads, lanes))
+    theirs = ours if phase == "decode" else crossover.nearest(points, Shape("bf16", 1, rows, heads, lanes))
+    if ours is None or theirs is None:
+        return None
+    mine = [(time, name) for name, time in ours.times if name in backends]
+    engine = dict(theirs.times).get("flashmla")
+    return None if not mine or engine is None else Verdict(min(mine)[1], min(mine)[0], engine)
+
+
+DECODE_ROWS: Final = 256  # the most rows that a decode step is expected to have, and the least of a prefill worth it
+
+
+def wins_everywhere(points: tuple[Point, ...], backends: tuple[str, ...], heads: int) -> bool:
+    """Whether ours won at every measured size of both phases at ``heads`` heads: then no buffer needs the pad."""
+    verdicts: dict[Phase, list[Verdict]] = {"decode": [], "prefill": []}
+    for shape in {p.shape for p in points if p.shape.layout == "v4" and p.shape.heads == heads}:
+        topk, extra = (shape.lanes, 0) if shape.sets == 1 else (128, shape.lanes - 128)
+        phases: list[Phase] = [p for p in verdicts if (shape.rows <= DECODE_ROWS) == (p == "decode")]
+        for phase in phases:
+            found = verdict(points, backends, phase, shape.rows, heads, topk, extra)
+            if found is not None:
+                verdicts[phase].append(found)
+    return all(found and all(v.pays for v in found) for found in verdicts.values())
 
 
 @functools.lru_cache(maxsize=8192)  # the same few shapes come back for every layer of every step
@@ -110,9 +115,9 @@ def route(
     backends: tuple[str, ...],
     policy: Policy,
     explicit: bool,
-    wins: tuple[Win, ...] = WINS,
+    gpu: str | None = None,
 ) -> Route:
-    """Where ``call`` goes. Pure.
+    """Where ``call`` goes. Depends on nothing but its arguments and the shipped table.
 
     Args:
         call: what the engine runs.
@@ -122,7 +127,7 @@ def route(
         backends: headfit's own backends usable here, best first.
         policy: from the environment.
         explicit: whether the user asked for this policy, rather than it being the default.
-        wins: the table.
+        gpu: name of the GPU, for the measured table; None: no table.
 
     Never wider than the engine's width, except where the engine's own kernel would refuse that width.
     """
@@ -135,17 +140,20 @@ def route(
     if call.n_local >= engine_width and (capability is None or engine_width in _listed(call, capability)):
         return Route("engine", engine_width, "no_pad", "the engine launches just the owned heads")
     phase = phase_of(call)
-    win = measured(backends, (compute_capability or (0, 0))[0], call, phase, wins)
-    if win is not None:
-        return Route(win.backend, call.n_local, "measured", f"measured to be faster: {win.evidence}")
+    found = verdict(points_of(gpu), backends, phase, call.rows, call.n_local, call.topk, call.extra_topk)
+    where = f"{call.n_local} heads, {call.rows} rows, {call.topk} + {call.extra_topk} keys, {phase}"
+    if found is not None and found.pays:
+        text = f"{found.backend} takes {found.ours:.0f} us and FlashMLA {found.engine:.0f} us at {where}, on {gpu}"
+        return Route(found.backend, call.n_local, "measured", text)
     if explicit and backends:
-        return Route(backends[0], call.n_local, "asked", f"{policy.origin}")
+        return Route(found.backend if found else backends[0], call.n_local, "asked", f"{policy.origin} asks for it")
     if explicit and capability is not None and call.n_local in _listed(call, capability):
         return Route("engine", call.n_local, "native", f"{capability.family} takes {call.n_local} heads in {phase}")
     if not backends:
         return Route("engine", engine_width, "no_kernel", "no headfit kernel runs here")
-    where = f"{call.n_local} heads, {call.rows} rows, {phase}"
-    return Route("engine", engine_width, "not_measured", f"no measurement says that {backends[0]} pays at {where}")
+    if found is not None:
+        return Route("engine", engine_width, "slower", f"FlashMLA takes {found.engine:.0f} us, {found.ours:.0f} ours")
+    return Route("engine", engine_width, "not_measured", f"nothing was measured on {gpu} near {where}")
 
 
 def _listed(call: Call, capability: Capability) -> frozenset[int]:

@@ -54,7 +54,7 @@ class Plugin:
     # Answered on first use, never at start-up: asking opens a CUDA context.
     compute_capability: tuple[int, int] | None = None
     backends: tuple[str, ...] | None = None
-    capabilities: dict[str, Capability | None] = field(default_factory=dict)
+    gpu: str | None = None
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,21 @@ def _in_breakable_graph() -> bool:
     return bool(flag()) if callable(flag) else False
 
 
-def _describe(rows: int, n_local: int, n_heads: int, batch: Any) -> Call | None:
+def _lanes(backend: Any, ratio: Any) -> tuple[int, int]:
+    """Widths of the two key lists that this step's metadata holds for a layer of this compression."""
+    core = getattr(getattr(backend, "forward_metadata", None), "core_attn_metadata", None)
+    second = {4: "c4_sparse_page_indices", 128: "c128_page_indices"}.get(ratio, "")
+    widths = [getattr(getattr(core, name, None), "shape", (0,))[-1] for name in ("swa_page_indices", second)]
+    return widths[0] or 128, widths[1]
+
+
+def _describe(rows: int, n_local: int, n_heads: int, batch: Any, lanes: tuple[int, int]) -> Call | None:
     mode = _mode(getattr(batch, "forward_mode", None))
     before = getattr(batch, "_original_forward_mode", None)
     original = None if before is None else _mode(before)
     if mode is None or (before is not None and original is None) or n_local < 1 or n_heads % n_local:
         return None
-    return Call(rows, n_local, n_heads, mode, original, _in_breakable_graph())
+    return Call(rows, n_local, n_heads, mode, original, _in_breakable_graph(), *lanes)
 
 
 def around_layer(original: Callable[..., Any], self: Any, x: Any, positions: Any, batch: Any, *a: Any, **k: Any) -> Any:
@@ -106,8 +114,10 @@ def around_layer(original: Callable[..., Any], self: Any, x: Any, positions: Any
     if not state.active or torch.compiler.is_compiling():
         return original(self, x, positions, batch, *a, **k)
     state.n_heads = int(self.n_heads)
-    plain = _is_plain(_attention_backend())
-    token = _now.set(_Now(call=_describe(x.shape[0], self.n_local_heads, self.n_heads, batch), plain=plain))
+    backend = _attention_backend()
+    lanes = _lanes(backend, getattr(self, "compress_ratio", None))
+    call = _describe(x.shape[0], self.n_local_heads, self.n_heads, batch, lanes)
+    token = _now.set(_Now(call=call, plain=_is_plain(backend)))
     try:
         return original(self, x, positions, batch, *a, **k)
     finally:
@@ -130,7 +140,8 @@ def around_attention(original: Callable[..., Any], self: Any, q: Any, k: Any, v:
     if not state.active or _now.get().draft:
         return original(self, q, k, v, layer, batch, *a, **kw)
     n_local = int(getattr(layer, "tp_q_head_num", 0))
-    call = _describe(q.shape[0], n_local, state.n_heads or q.shape[-2], batch)
+    lanes = _lanes(self, a[0] if a else kw.get("compress_ratio"))
+    call = _describe(q.shape[0], n_local, state.n_heads or q.shape[-2], batch, lanes)
     plain = _is_plain(self)
     # A breakable graph replays this function with the buffers it was captured with; only the kernel is chosen here.
     paged = call is not None and plain and _takes_pages(self, call, q.shape[-2])
@@ -213,9 +224,10 @@ def _capability(family: str) -> Capability | None:
 
 
 def _route(call: Call, engine_width: int, family: str) -> Route:
-    return routes.route(
-        call, engine_width, _capability(family), _compute_capability(), _own_backends(), state.policy, state.explicit
-    )
+    if state.gpu is None:
+        state.gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    cc, own = _compute_capability(), _own_backends()
+    return routes.route(call, engine_width, _capability(family), cc, own, state.policy, state.explicit, state.gpu)
 
 
 def _sm120_family() -> str:
@@ -302,7 +314,7 @@ def around_decode(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         return original(*args, **kwargs)
     bound = inspect.signature(original).bind(*args, **kwargs).arguments if args else kwargs
     q: Tensor = bound["q"]
-    route = _route(now.call, q.shape[-2], "flashmla")
+    route = _route(_with_lists(now.call, bound), q.shape[-2], "flashmla")
     problem = _unfit(bound) if route.ours else None
     kernel, width = (route.kernel, route.width) if route.ours and problem is None else ("flashmla", q.shape[-2])
     hooks.count(routes.phase_of(now.call), width, kernel, problem or route.rule)

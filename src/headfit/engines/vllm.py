@@ -73,6 +73,7 @@ class Plugin:
     # Answered on first use, in the worker: vLLM forks after plug-ins were loaded.
     compute_capability: tuple[int, int] | None = None
     backends: tuple[str, ...] | None = None
+    gpu: str | None = None
 
 
 state = Plugin()
@@ -170,11 +171,19 @@ def _backends() -> tuple[str, ...]:
     return state.backends
 
 
-def _route(rows: int, layer: Any, phase: Phase, engine_width: int) -> Route:
-    call = Call(rows, int(layer.n_local_heads), int(layer.n_heads), "decode" if phase == "decode" else "extend")
+def _gpu() -> str:
+    """The GPU's name, by which the measured table goes: from vLLM's platform, too."""
+    if state.gpu is None:
+        state.gpu = str(importlib.import_module("vllm.platforms").current_platform.get_device_name())
+    return state.gpu
+
+
+def _route(layer: Any, phase: Phase, engine_width: int, rows: int, topk: int, extra: int) -> Route:
+    mode = "decode" if phase == "decode" else "extend"
+    call = Call(rows, int(layer.n_local_heads), int(layer.n_heads), mode, topk=topk, extra_topk=extra)
     cc = _compute_capability()
     capability = Capability("flashmla", cc, 0, _ENGINE_HEADS, _ENGINE_HEADS, fork="entry")
-    found = routes.route(call, engine_width, capability, cc, _backends(), state.policy, state.explicit)
+    found = routes.route(call, engine_width, capability, cc, _backends(), state.policy, state.explicit, _gpu())
     if found.rule == "no_pad" and engine_width not in _ENGINE_HEADS:  # allocated at the owned heads, by `_pad`
         return Route(_backends()[0], call.n_local, "native", "allocated at the owned heads")
     return found
@@ -185,7 +194,7 @@ def _native_everywhere(num_heads: int) -> bool:
     backends = _backends()
     if not backends or num_heads > 128 or num_heads in _ENGINE_HEADS:
         return False
-    return state.explicit or routes.wins_everywhere(backends, _compute_capability()[0], num_heads)
+    return state.explicit or routes.wins_everywhere(routes.points_of(_gpu()), backends, num_heads)
 
 
 def _batch_invariant() -> bool:
@@ -223,7 +232,9 @@ def _kernel(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if layer is None or args or kwargs["k_cache"].shape[-1] != V4_BYTES:
         return original(*args, **kwargs)
     q: Tensor = kwargs["q"]
-    route = _route(q.shape[0] * q.shape[1], layer, "decode", q.shape[2])
+    more = kwargs["extra_indices_in_kvcache"]
+    extra = 0 if more is None else more.shape[-1]
+    route = _route(layer, "decode", q.shape[2], q.shape[0] * q.shape[1], kwargs["indices"].shape[-1], extra)
     hooks.count("decode", route.width, route.kernel if route.ours else "flashmla", route.rule)
     if not route.ours:
         return original(**kwargs)
@@ -238,7 +249,8 @@ def _prefill(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any
         original(self, *args, **kwargs)
         return
     q, meta, width = kwargs["q"], kwargs["swa_metadata"], kwargs["q"].shape[1]
-    route = _route(meta.num_prefill_tokens, self, "prefill", width)
+    extra = _extra_lanes(self, kwargs["attn_metadata"])
+    route = _route(self, "prefill", width, meta.num_prefill_tokens, int(self.window_size), extra)
     why = _unfit(self, meta, kwargs["swa_k_cache"]) if route.ours else None
     if not route.ours or why is not None:
         hooks.count("prefill", padded_width(self.n_local_heads, self.n_heads), "flashmla", why or route.rule)
@@ -251,10 +263,16 @@ def _prefill(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any
     hooks.count("prefill", route.width, route.kernel, route.rule)
     rows = meta.num_prefill_tokens
     lists = meta.prefill_swa_indices.view(rows, 1, -1)
-    extra = _compressed(self, kwargs["compressed_k_cache"], kwargs["attn_metadata"], meta)
+    second = _compressed(self, kwargs["compressed_k_cache"], kwargs["attn_metadata"], meta)
     output = kwargs["output"][:rows].unsqueeze(1)
     _run(q[:rows].unsqueeze(1), output, self, route, kwargs["swa_k_cache"].unsqueeze(-2), lists,
-         meta.prefill_swa_lens, extra)  # fmt: skip
+         meta.prefill_swa_lens, second)  # fmt: skip
+
+
+def _extra_lanes(layer: Any, attn: Any) -> int:
+    if attn is None:
+        return 0
+    return int((layer.topk_indices_buffer if layer.compress_ratio == 4 else attn.c128a_prefill_topk_indices).shape[-1])
 
 
 def _unfit(layer: Any, meta: Any, cache: Tensor) -> str | None:

@@ -88,13 +88,18 @@ def ranked(names: Sequence[str], measured: Sequence[str]) -> tuple[str, ...]:
 @lru_cache(maxsize=4096)
 def fastest(points: tuple[Point, ...], shape: Shape) -> tuple[str, ...]:
     """Backends at the point nearest to ``shape``, fastest first; empty where no point speaks for it."""
+    point = nearest(points, shape)
+    return () if point is None else tuple(name for name, _ in point.times)
+
+
+def nearest(points: Sequence[Point], shape: Shape) -> Point | None:
+    """The measured point that speaks for ``shape``, or None."""
     family = [p for p in points if (p.shape.layout, p.shape.sets) == (shape.layout, shape.sets)]
     for axis in ("rows", "heads", "lanes"):
         value, known = getattr(shape, axis), [getattr(p.shape, axis) for p in family]
         if not known or not min(known) / REACH <= value <= max(known) * REACH:
-            return ()
-    nearest = min(family, key=lambda p: _distance(p.shape, shape))
-    return tuple(name for name, _ in nearest.times)
+            return None
+    return min(family, key=lambda p: _distance(p.shape, shape))
 
 
 def _distance(a: Shape, b: Shape) -> float:
