@@ -26,8 +26,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headfit import arch, kernels, ops, weights
 from headfit import cache as packed
-from headfit import kernels, ops, weights
 from headfit.call import D_V
 from headfit.capability import DECODE_MODES, Call, Capability, allocation_width
 from headfit.geometry import Geometry, LayerKind, Shard
@@ -100,19 +100,17 @@ class MQALayer(nn.Module):
         eps: of the three norms.
         group: the tensor-parallel process group; None is one rank, unless ``shard`` is given.
         shard: build the part of an explicit ``(rank, world)`` without a group. ``forward`` then returns that rank's
-            partial
-            output: the sum over ranks is the layer's output.
+            partial output: the sum over ranks is the layer's output.
         policy: which widths are wanted; None reads the environment (:meth:`headfit.Policy.from_env`).
-        backend: a name from :func:`headfit.backends`, or None for the first that runs on the layer's device. The
-            width is
-            planned for that backend and the call goes to it: it never falls back to another.
+        backend: a name from :func:`headfit.backends`, or None for the first that runs on the layer's device. The width
+            is planned for that backend and every call goes to it: bits are equal over widths for one backend, not
+            between two, so a layer never changes or falls back.
         batch_invariant: ask the kernel for bits that do not depend on the other rows of the call.
 
     World sizes: any divisor of ``n_heads`` that keeps each rank's heads inside whole groups or one group (1, 2, 4,
     ... 64 for the released models). Beyond ``o_groups`` ranks a rank owns part of a group.
 
-    Weights come in by :meth:`load`. They keep their dtype: bfloat16, or float32 with bfloat16 only at the kernel's
-    door.
+    Weights come in by :meth:`load` and keep their dtype: bfloat16, or float32 with bfloat16 only at the kernel's door.
     """
 
     observer: Callable[[LaneRecord], None] | None
@@ -355,11 +353,12 @@ class MQALayer(nn.Module):
     def _sinks(self, width: int, device: torch.device) -> Tensor:
         """This rank's sinks at a width: prefix views of one allocation, refreshed in place after a weight update."""
         version = (self.sinks.data_ptr(), None if self.sinks.is_inference() else self.sinks._version, device)
-        if self._sink_cache is None or self._sink_version is None or self._sink_version[2] != device:
-            widest = allocation_width(self.n_local, self.geometry.n_heads, self._backend_on(device)[1])
-            self._sink_cache = SinkCache(self.sinks.detach(), self.shard.rank, self.n_local, widest)
-        elif version != self._sink_version:
-            self._sink_cache.refresh(self.sinks.detach())
+        with torch.inference_mode(False):  # made in one call, refreshed in later ones, of any mode
+            if self._sink_cache is None or self._sink_version is None or self._sink_version[2] != device:
+                widest = allocation_width(self.n_local, self.geometry.n_heads, self._backend_on(device)[1])
+                self._sink_cache = SinkCache(self.sinks.detach(), self.shard.rank, self.n_local, widest)
+            elif version != self._sink_version:
+                self._sink_cache.refresh(self.sinks.detach())
         self._sink_version = version
         return self._sink_cache(width)
 
@@ -412,19 +411,17 @@ def _shard(geometry: Geometry, group: dist.ProcessGroup | None, shard: Shard | t
 
 
 def _first_backend(device: torch.device) -> str:
-    usable = [name for name in kernels.backends() if device.type in kernels.REGISTRY[name].device_types]
-    if not usable:
-        raise kernels.BackendUnavailable(
-            f"no backend runs on {device.type} here; usable are {', '.join(kernels.backends()) or 'none'}; "
-            f"`headfit doctor` says what is missing"
-        )
-    return usable[0]
+    usable = kernels.backends()
+    for name in usable:
+        if kernels.REGISTRY[name].automatic and device.type in kernels.REGISTRY[name].device_types:
+            return name
+    raise kernels.BackendUnavailable(
+        f"no backend runs on {device.type} here; usable are {', '.join(usable) or 'none'}; `headfit doctor` says why"
+    )
 
 
 def _compute_capability(device: torch.device) -> tuple[int, int] | None:
-    if device.type != "cuda":
-        return None
-    return torch.cuda.get_device_capability(device)
+    return arch.current(device).capability if device.type == "cuda" else None
 
 
 def _blocks(rows: int, elements: int, device: torch.device) -> list[slice]:

@@ -18,9 +18,10 @@ _MAX_SLOTS = 2**31 - 1  # indices are int32
 
 def new_pages(pages: int, page_size: int, layout: str, device: torch.device) -> Tensor:
     """Zeroed pages: ``v4`` uint8 ``[pages, page_size, 1, 584]``, ``bf16`` bfloat16 ``[pages, page_size, 1, 512]``."""
-    if layout == "bf16":
-        return torch.zeros(pages, page_size, 1, D_ROW, dtype=torch.bfloat16, device=device)
-    return packed.empty_cache(pages, page_size, layout, device)
+    with torch.inference_mode(False):  # pages made in one call are written in later ones, of any mode
+        if layout == "bf16":
+            return torch.zeros(pages, page_size, 1, D_ROW, dtype=torch.bfloat16, device=device)
+        return packed.empty_cache(pages, page_size, layout, device)
 
 
 class PagedRows:
@@ -73,14 +74,21 @@ class PagedRows:
         page = torch.div(row, self.page_size, rounding_mode="floor")
         return (page * self.batch + sequence) * self.page_size + row % self.page_size
 
+    def slots_of(self, sequence: Tensor, position: Tensor) -> Tensor:
+        """Slots of absolute positions (>= 0); here position ``p`` stands in row ``p``."""
+        return self.slots(sequence, position)
+
     def write(self, first: int, rows: Tensor) -> None:
-        """Write rows ``first .. first + n - 1`` of every sequence: ``rows`` is ``[batch, n, 512]``, any float dtype."""
+        """Write positions ``first .. first + n - 1`` of every sequence; there must be room (:meth:`reserve`).
+
+        ``rows`` is ``[batch, n, 512]``, any float dtype.
+        """
         batch, n, _ = rows.shape
         if n == 0:
             return
         device = self.data.device
         sequence = torch.arange(batch, device=device)[:, None]
-        slots = self.slots(sequence, torch.arange(first, first + n, device=device)[None])
+        slots = self.slots_of(sequence, torch.arange(first, first + n, device=device)[None])
         packed.write_rows(self.data, slots.reshape(-1), rows.reshape(batch * n, -1))
 
 
@@ -91,7 +99,7 @@ class WindowRows(PagedRows):
     """
 
     def slots_of(self, sequence: Tensor, position: Tensor) -> Tensor:
-        """Slots of absolute positions (>= 0) that are still in the ring."""
+        """Slots of absolute positions (>= 0); only those that are still in the ring hold their row."""
         return self.slots(sequence, position % self.capacity)
 
     def extend(self, past: int, rows: Tensor, kept: Tensor | None) -> None:
@@ -105,19 +113,10 @@ class WindowRows(PagedRows):
         """
         have = 0 if kept is None else kept.shape[1]
         if self.reserve(have + rows.shape[1], keep=False, exact=True) and kept is not None:
-            self._put(past - have, kept)
-        self._put(past, rows)
+            self.write(past - have, kept)
+        self.write(past, rows)
 
     def refill(self, past: int, kept: Tensor) -> None:
         """Write the window anew, ``kept`` ``[batch, k, 512]`` at positions ``past - k .. past - 1``."""
         self.reserve(kept.shape[1], keep=False, exact=True)
-        self._put(past - kept.shape[1], kept)
-
-    def _put(self, first: int, rows: Tensor) -> None:
-        batch, n, _ = rows.shape
-        if n == 0:
-            return
-        device = self.data.device
-        sequence = torch.arange(batch, device=device)[:, None]
-        slots = self.slots_of(sequence, torch.arange(first, first + n, device=device)[None])
-        packed.write_rows(self.data, slots.reshape(-1), rows.reshape(batch * n, -1))
+        self.write(past - kept.shape[1], kept)
