@@ -69,7 +69,7 @@ class HypothesisDraw:
 def test_drawn_calls(backend, device, scale, route):
     setup = Setup(backend, torch.device(device), scale, SEED)
 
-    @settings(max_examples=setup.pick(30, 8), deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=setup.pick(30, 3), deadline=None, database=None, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def run(data):
         hold(setup, draw_spec(HypothesisDraw(data), route, setup.pick(FULL, SMALL)))

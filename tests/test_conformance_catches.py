@@ -1,7 +1,7 @@
 """A planted bug must be caught: small wrong backends, each failing the check of its sentence.
 
-Every bug wraps the ``cpu`` backend and is wrong in one way. The unspoilt wrapper passes the same checks, so a failure is
-the bug's own.
+Every bug wraps the ``cpu`` backend and is wrong in one way. The unspoilt wrapper passes the same checks, so a failure
+is the bug's own.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def amax_over_heads(call):
 @plant("row_exact")
 def batch_changes_rounding(call):
     cpu.run(call)
-    if call.q.shape[0] > 6:
+    if call.q.shape[0] > 2:
         call.out.view(torch.int16).bitwise_or_(1)
 
 
@@ -300,7 +300,7 @@ def e4m3_subnormals_flushed(call):
     cpu.run(with_keys(call, change))
 
 
-@plant("every_byte_as_key")
+@plant("every_byte_as_key", scale="full")
 def keys_flush_subnormals(call):
     """K loses what is below the smallest normal bf16; V keeps it."""
 

@@ -101,11 +101,13 @@ def _exactly(rows: Tensor, heads: int, lse: float = 0.0) -> Truth:
 @check(
     "v4: a page holds page_size rows of 576 B, then page_size rows of 8 B of scales; v32: 656 B rows, no footer.",
     routes=PACKED,
+    lean=("v4", "v32"),
 )
 def check_golden_bytes(setup: Setup, route: Route) -> None:
     """Random pages decoded in plain Python: unpack_kv agrees to the bit, the backend returns each row."""
     r = setup.random("golden", route.name)
-    for page_size, page_bytes in {"v4": ((1, 1152), (2, 1728), (7, 4608)), "v32": ((1, 656), (3, 1968))}[route.layout]:
+    sizes = {"v4": ((1, 1152), (2, 1728), (7, 4608)), "v32": ((1, 656), (3, 1968))}[route.layout]
+    for page_size, page_bytes in sizes:
         pages = 3
         data = _random_pages(r, pages, page_size, route.layout, page_bytes)
         storage = torch.frombuffer(data, dtype=torch.uint8).clone().to(setup.device)
@@ -118,9 +120,10 @@ def check_golden_bytes(setup: Setup, route: Route) -> None:
         wanted = torch.tensor(rows, dtype=torch.float64).to(setup.device)
         require_same_bits(unpack_kv(view), wanted.to(torch.bfloat16), f"unpack_kv of pages of {page_size}")
         heads = 2
-        call = single_keys(setup, route, view, storage, list(range(pages * page_size)), heads)
+        slots = list(range(0, pages * page_size, setup.pick(1, page_size // 2 + 1)))
+        call = single_keys(setup, route, view, storage, slots, heads)
         result = call.run(setup.backend)
-        require_accurate(result.out, result.lse, result.max_logits, _exactly(wanted, heads), normal=True)
+        require_accurate(result.out, result.lse, result.max_logits, _exactly(wanted[slots], heads), normal=True)
 
 
 def _byte_rows(scale: float) -> tuple[Tensor, Tensor]:
@@ -137,7 +140,9 @@ def _scales(route: Route) -> list[float]:
 
 
 @check(
-    "Scale value 2^(byte-127) for every byte 0..254, value e4m3 * scale for all 254 finite e4m3 bytes.", routes=PACKED
+    "Scale value 2^(byte-127) for every byte 0..254, value e4m3 * scale for all 254 finite e4m3 bytes.",
+    routes=PACKED,
+    lean=("v4", "v32"),
 )
 def check_every_byte(setup: Setup, route: Route) -> None:
     """As values: a row of single keys with q = 0 returns the products. Each byte meets each scale edge."""
@@ -167,11 +172,16 @@ def check_every_byte(setup: Setup, route: Route) -> None:
         require_accurate(result.out, result.lse, result.max_logits, _exactly(rows, 2), normal=False)
 
 
-@check("e4m3 bytes and scales mean the same in q.k: subnormal products are not flushed.", routes=PACKED)
+@check(
+    "e4m3 bytes and scales mean the same in q.k: subnormal products are not flushed.", routes=PACKED, lean=("v4", "v32")
+)
 def check_every_byte_as_key(setup: Setup, route: Route) -> None:
-    """One-hot queries read every byte through lse; q carries the inverse of the scale."""
+    """One-hot queries read every byte through lse; q carries the inverse of the scale.
+
+    At scale "small" products stay normal: Triton's interpreter converts bf16 subnormals wrongly by itself.
+    """
     heads = setup.pick(64, 16)
-    for power in setup.pick((-127, -126, -20, 0, 8, 100), (-127, 0)) if route.layout == "v4" else (-100, 0, 60):
+    for power in setup.pick((-127, -126, -20, 0, 8, 100), (-117, 0)) if route.layout == "v4" else (-100, 0, 60):
         codes, values = _byte_rows(2.0**power)
         picks = torch.arange(0, len(codes), setup.pick(1, 5))
         picks = picks[: len(picks) // heads * heads].reshape(-1, heads)
@@ -201,7 +211,9 @@ def check_every_byte_as_key(setup: Setup, route: Route) -> None:
 
 
 @check(
-    "Packed rows against two references: exact on the dequantised rows, bounded on the original ones.", routes=PACKED
+    "Packed rows against two references: exact on the dequantised rows, bounded on the original ones.",
+    routes=PACKED,
+    lean=("v4", "v32"),
 )
 def check_two_references(setup: Setup, route: Route) -> None:
     """write_rows packs N(0,1) rows: the tolerance holds on what they became, the format's error on what they were."""
@@ -221,6 +233,7 @@ def check_two_references(setup: Setup, route: Route) -> None:
 @check(
     "Layouts are recognised by bytes per token; bytes outside rows and scales (pad, page rounding) mean nothing.",
     routes=PACKED,
+    lean=("v4", "v32"),
 )
 def check_pad_bytes_mean_nothing(setup: Setup, route: Route) -> None:
     """Pad bytes of 0x00, 0xFF and junk give the same bits."""

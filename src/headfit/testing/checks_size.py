@@ -12,7 +12,7 @@ from headfit.testing.pages import CacheSpec, Route
 from headfit.testing.runner import Setup, check
 
 
-@check("Rows: any number, above 65535 too.", large=True, cpu_routes=("v4", "prefill_512"))
+@check("Rows: any number, above 65535 too.", large=True, lean=("v4", "prefill_512"))
 def check_many_rows(setup: Setup, route: Route) -> None:
     """65 537 rows of one head and one key each; every row has its own key among a few hundred, so a mix-up shows."""
     rows = 65_537

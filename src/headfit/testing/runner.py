@@ -30,6 +30,7 @@ Scale = Literal["full", "small"]
 ALL = tuple(ROUTES)
 KVCACHE = tuple(name for name, route in ROUTES.items() if route.entry == "kvcache")
 PACKED = tuple(name for name, route in ROUTES.items() if route.packed)
+LEAN = ("v4", "prefill_576")
 PREFILL = tuple(name for name, route in ROUTES.items() if route.entry == "sparse")
 
 
@@ -65,8 +66,8 @@ class Setup:
 class Check:
     """One sentence of the contract and the function that holds a backend to it.
 
-    ``cuda``: only meaningful there. ``large``: only at scale "full". ``cpu_routes``: the routes that stand for all of
-    them on a CPU, where the others would cost minutes and run the same code.
+    ``cuda``: only meaningful there. ``large``: only at scale "full". ``lean``: the routes that stand for all of them
+    where a call is dear (scale "small"; large checks on a CPU); None where the layout or the entry may matter.
     """
 
     name: str
@@ -75,11 +76,12 @@ class Check:
     function: Callable[[Setup, Route], None]
     cuda: bool = False
     large: bool = False
-    cpu_routes: tuple[str, ...] | None = None
+    lean: tuple[str, ...] | None = None
 
-    def routes_on(self, device: torch.device) -> tuple[str, ...]:
-        """The routes that make cases on ``device``."""
-        return self.routes if self.cpu_routes is None or device.type == "cuda" else self.cpu_routes
+    def routes_on(self, device: torch.device, scale: Scale) -> tuple[str, ...]:
+        """The routes that make cases on ``device`` at ``scale``."""
+        dear = scale == "small" or (self.large and device.type != "cuda")
+        return self.lean if dear and self.lean is not None else self.routes
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def check(
     routes: Sequence[str] = ALL,
     cuda: bool = False,
     large: bool = False,
-    cpu_routes: tuple[str, ...] | None = None,
+    lean: tuple[str, ...] | None = None,
 ) -> Callable[[CheckFunction], CheckFunction]:
     """Register a check function under its own name; ``sentence`` is what it protects, in the contract's words."""
 
@@ -117,7 +119,7 @@ def check(
         name = function.__name__.removeprefix("check_")
         if name in CHECKS:
             raise ValueError(f"check: the name {name!r} is taken; names are unique")
-        CHECKS[name] = Check(name, sentence, tuple(routes), function, cuda, large, cpu_routes)
+        CHECKS[name] = Check(name, sentence, tuple(routes), function, cuda, large, lean)
         return function
 
     return register
@@ -149,7 +151,7 @@ def conformance_cases(
         Case(c, ROUTES[route])
         for c in CHECKS.values()
         if c.name in wanted and (on_cuda or not c.cuda) and (scale == "full" or not c.large)
-        for route in c.routes_on(where)
+        for route in c.routes_on(where, scale)
     ]
 
 
