@@ -72,21 +72,28 @@ def make(
     return layer.load(source or whole()).eval()
 
 
+def norm(t: Tensor) -> Tensor:
+    return t / (t.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def turn(t: Tensor, x: Inputs, sign: int) -> Tensor:
+    """Rotary as complex multiplication."""
+    angle = torch.complex(x.cos.double(), sign * x.sin.double())
+    angle = angle.view(angle.shape[0], *[1] * (t.dim() - 2), angle.shape[-1])
+    pairs = torch.view_as_complex(t[..., 448:].unflatten(-1, (-1, 2)).contiguous())
+    return torch.cat([t[..., :448], torch.view_as_real(pairs * angle).flatten(-2)], -1)
+
+
+def longhand_rows(w: AttentionWeights, x: Inputs) -> Tensor:
+    """The latent rows of the call in float64."""
+    return turn(norm(x.hidden.double() @ w.kv.double().T) * w.kv_norm.double(), x, 1)
+
+
 def longhand(w: AttentionWeights, x: Inputs) -> Tensor:
-    """The layer in float64 from its definition, rotary as complex multiplication; reads the rows the pages hold."""
-
-    def norm(t: Tensor) -> Tensor:
-        return t / (t.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-
-    def turn(t: Tensor, sign: int) -> Tensor:
-        angle = torch.complex(x.cos.double(), sign * x.sin.double())
-        angle = angle.view(angle.shape[0], *[1] * (t.dim() - 2), angle.shape[-1])
-        pairs = torch.view_as_complex(t[..., 448:].unflatten(-1, (-1, 2)).contiguous())
-        return torch.cat([t[..., :448], torch.view_as_real(pairs * angle).flatten(-2)], -1)
-
+    """The layer in float64 from its definition; reads the rows the pages hold."""
     h = x.hidden.double()
     latent = norm(h @ w.q_a.double().T) * w.q_a_norm.double()
-    q = turn(norm((latent @ w.q_b.double().T).view(-1, HEADS, 512)), 1)
+    q = turn(norm((latent @ w.q_b.double().T).view(-1, HEADS, 512)), x, 1)
     rows, extra = unpack_kv(x.window.cache).double(), unpack_kv(x.extra.cache).double()
     out = torch.zeros(q.shape, dtype=torch.float64)
     for i in range(q.shape[0]):
@@ -95,7 +102,7 @@ def longhand(w: AttentionWeights, x: Inputs) -> Tensor:
         keys = torch.cat([keys, extra[more[more >= 0].long()]])
         scores = torch.cat([q[i] @ keys.T * 512**-0.5, w.sinks.double()[:, None]], -1)
         out[i] = scores.softmax(-1)[:, :-1] @ keys
-    out = turn(out, -1).view(-1, GROUPS, HEADS // GROUPS * 512)
+    out = turn(out, x, -1).view(-1, GROUPS, HEADS // GROUPS * 512)
     low = torch.einsum("rgi,goi->rgo", out, w.o_a.double().view(GROUPS, O_LORA, -1))
     return low.flatten(1) @ w.o_b.double().T
 
@@ -108,7 +115,7 @@ def test_matches_the_definition(layout: str) -> None:
     want = longhand(whole(), x)
     assert (got - want).norm() / want.norm() < 4e-3  # bf16 q and out
     stored = unpack_kv(x.window.cache)[x.slots].double()
-    rows = make().key_rows(x.hidden, x.cos, x.sin).double()
+    rows = longhand_rows(whole(), x)
     assert (stored - rows).norm() / rows.norm() < (0.04 if layout == "v4" else 3e-3)
 
 
