@@ -374,8 +374,9 @@ def test_cache_copies_and_resets(converted: Any) -> None:
         assert torch.equal(chunked(converted, ids[:, 40:], [20], used), want[:, 40:])
     if not hasattr(modeling.DeepseekV4HCACache, "reset") or "reset" not in vars(modeling.DeepseekV4HCACache):
         pytest.skip("this Transformers cannot reset DeepSeek-V4's own cache")
-    cache.reset()
-    assert torch.equal(chunked(converted, ids, [40, 60], cache), want)
+    chunked(converted, tokens(PROMPT, seed=1), [50], other := new_cache(converted))
+    other.reset()
+    assert torch.equal(chunked(converted, ids, [40, 60], other), want)
 
 
 def test_a_cache_outlives_the_conversion(model: Any) -> None:
