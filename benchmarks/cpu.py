@@ -18,7 +18,6 @@ import json
 import multiprocessing
 import os
 import platform
-import resource
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +34,7 @@ from headfit.kernels import cpu
 
 WIDTHS = (8, 16, 32, 64, 128)
 WINDOW, TOPK, CONTEXT, POOL = 128, 512, 4096, 8192
+LAYERS = ("sliding", "compressed_sparse", "heavily_compressed")
 SCALE = 512**-0.5
 STATISTICS = ("least", "p20", "p50", "p80")
 Times = dict[str, dict[str, float]]
@@ -176,27 +176,30 @@ def widths(args: argparse.Namespace) -> dict[str, Any]:
     return {"times_ms": times, "ratios": ratios}
 
 
-def _eager_case(rows: int, seed: int) -> SimpleNamespace:
-    """The last `rows` positions of CONTEXT tokens: window 128, and 512 of the rows compressed 4:1 seen so far."""
+def _eager_case(rows: int, layer: str, seed: int) -> SimpleNamespace:
+    """The last `rows` positions of CONTEXT tokens: window 128, and what the layer has of the rows compressed so far."""
     torch.manual_seed(seed)
-    compressed = CONTEXT // 4
-    caches = pack_kv(torch.randn(CONTEXT, 512), 64), pack_kv(torch.randn(compressed, 512), 64)
-    position = torch.arange(CONTEXT - rows, CONTEXT)[:, None]
+    caches, position = [pack_kv(torch.randn(CONTEXT, 512), 64)], torch.arange(CONTEXT - rows, CONTEXT)[:, None]
     window = position - WINDOW + 1 + torch.arange(WINDOW)
-    score = torch.rand(rows, compressed).masked_fill(torch.arange(compressed) >= (position + 1) // 4, -1.0)
-    value, chosen = score.topk(TOPK)
-    chosen = chosen.masked_fill(value < 0, -1)
+    indices = [window.clamp_min(-1).int()[None]]
+    if layer != "sliding":
+        ratio = 4 if layer == "compressed_sparse" else 128
+        compressed = CONTEXT // ratio
+        caches.append(pack_kv(torch.randn(compressed, 512), 64))
+        seen = torch.arange(compressed) < (position + 1) // ratio
+        value, chosen = torch.rand(rows, compressed).masked_fill(~seen, -1.0).topk(min(TOPK, compressed))
+        indices.append(chosen.masked_fill(value < 0, -1).int()[None])
     return SimpleNamespace(
-        caches=caches, indices=(window.clamp_min(-1).int()[None], chosen.int()[None]), sink=torch.randn(64),
-        q=torch.randn(1, rows, 64, 512).bfloat16(), keys=torch.cat([unpack_kv(c) for c in caches]),
+        caches=caches, indices=indices, sink=torch.randn(64), q=torch.randn(1, rows, 64, 512).bfloat16(),
+        keys=torch.cat([unpack_kv(c) for c in caches]),
     )  # fmt: skip
 
 
 def _run_ours(c: SimpleNamespace) -> Tensor:
+    extra = {"extra_k_cache": c.caches[1], "extra_indices_in_kvcache": c.indices[1]} if len(c.caches) > 1 else {}
     return headfit.flash_mla_with_kvcache(
-        c.q, c.caches[0], indices=c.indices[0], extra_k_cache=c.caches[1], extra_indices_in_kvcache=c.indices[1],
-        attn_sink=c.sink, backend="cpu",
-    )[0][0]  # fmt: skip
+        c.q, c.caches[0], indices=c.indices[0], attn_sink=c.sink, backend="cpu", **extra
+    )[0][0]
 
 
 def _eager(c: SimpleNamespace, dtype: torch.dtype) -> Callable[[], Tensor]:
@@ -204,7 +207,7 @@ def _eager(c: SimpleNamespace, dtype: torch.dtype) -> Callable[[], Tensor]:
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import eager_attention_forward
 
     mask = torch.full((c.q.shape[1], c.keys.shape[0]), float("-inf"), dtype=dtype)
-    for index, base in zip(c.indices, (0, CONTEXT), strict=True):
+    for index, base in zip(c.indices, (0, CONTEXT), strict=False):
         row, lane = (index[0] >= 0).nonzero(as_tuple=True)
         mask[row, base + index[0][row, lane].long()] = 0
     module = SimpleNamespace(num_key_value_groups=64, sinks=c.sink.to(dtype), training=False)
@@ -212,56 +215,66 @@ def _eager(c: SimpleNamespace, dtype: torch.dtype) -> Callable[[], Tensor]:
     return lambda: eager_attention_forward(module, q, key, key, mask[None, None], SCALE)[0][0]  # type: ignore[arg-type]
 
 
-def _peak_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def _resident_mib(field: str) -> float:
+    """VmRSS (now) or VmHWM (the most since it was reset) of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(x.split()[1]) for x in lines if x.startswith(field + ":")) / 1024
 
 
-def _eager_worker(name: str, rows: int, seed: int, threads: int, result: Any) -> None:
-    """One variant in a process of its own: (seconds, MiB above what stood before, the output)."""
-    torch.set_num_threads(threads)
-    case = _eager_case(rows, seed)
+def _eager_worker(name: str, args: argparse.Namespace, layer: str, result: Any) -> None:
+    """One variant in a process of its own: (least seconds, MiB above what stood before, the output)."""
+    torch.set_num_threads(args.threads)
+    case = _eager_case(args.rows, layer, args.seed)
+    clock = time.process_time if args.cpu_time else time.perf_counter
     with torch.no_grad():
         run = (lambda: _run_ours(case)) if name == "headfit" else _eager(case, getattr(torch, name))
-        if name == "headfit":
-            _run_ours(_eager_case(2, seed))
-        before, start = _peak_mib(), time.perf_counter()
-        out = run()
-        seconds = time.perf_counter() - start
-    result.send((seconds, _peak_mib() - before, out.float().numpy()))
+        before = _resident_mib("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+        seconds = []
+        for _ in range(args.repeats):
+            start = clock()
+            out = run()
+            seconds.append(clock() - start)
+    result.send((min(seconds), _resident_mib("VmHWM") - before, out.float().numpy()))
+
+
+def _eager_layer(args: argparse.Namespace, layer: str, names: list[str]) -> dict[str, Any]:
+    context = multiprocessing.get_context("spawn")
+    found: dict[str, Any] = {}
+    outputs: dict[str, Tensor] = {}
+    for name in names:
+        receive, send = context.Pipe(False)
+        worker = context.Process(target=_eager_worker, args=(name, args, layer, send))
+        worker.start()
+        send.close()
+        try:
+            seconds, mib, out = receive.recv()
+        except EOFError:
+            raise SystemExit(f"{name}: the process died, most likely for want of memory; try fewer --rows") from None
+        worker.join()
+        outputs[name] = torch.from_numpy(out)
+        found[name] = {"seconds": seconds, "extra_mib": mib}
+    expected = outputs["float32"]
+    error = ((outputs["headfit"] - expected).norm() / expected.norm()).item()
+    if error > 4e-3:
+        raise SystemExit(f"wrong result: relative L2 {error:.1e} against eager float32")
+    print(f"{layer}: relative L2 {error:.1e} against eager float32")
+    for name, r in found.items():
+        text = f"  {name if name == 'headfit' else f'eager {name}':16}{r['seconds']:9.2f} s{r['extra_mib']:9.0f} MiB"
+        if name != "headfit":
+            r["speed"] = r["seconds"] / found["headfit"]["seconds"]
+            r["memory"] = found["headfit"]["extra_mib"] / r["extra_mib"]
+            text += f"; headfit is {r['speed']:.1f} x as fast, in {r['memory']:.3f} of the memory"
+        print(text)
+    return found | {"relative_l2": error}
 
 
 def eager(args: argparse.Namespace) -> dict[str, Any]:
     """A prefill chunk at the end of CONTEXT tokens, 64 heads, attention alone: time, and memory beyond the inputs."""
     names = ["headfit", "float32", *(["bfloat16"] if not args.skip_bf16 else [])]
-    context = multiprocessing.get_context("spawn")
-    found: dict[str, Any] = {}
-    outputs: dict[str, Any] = {}
-    for name in names:
-        receive, send = context.Pipe(False)
-        worker = context.Process(target=_eager_worker, args=(name, args.rows, args.seed, args.threads, send))
-        worker.start()
-        send.close()
-        try:
-            seconds, mib, outputs[name] = receive.recv()
-        except EOFError:
-            raise SystemExit(f"{name}: the process died, most likely for want of memory; try fewer --rows") from None
-        worker.join()
-        found[name] = {"seconds": seconds, "extra_mib": mib}
-    expected = torch.from_numpy(outputs["float32"])
-    error = ((torch.from_numpy(outputs["headfit"]) - expected).norm() / expected.norm()).item()
-    if error > 4e-3:
-        raise SystemExit(f"wrong result: relative L2 {error:.1e} against eager float32")
-    print(
-        f"{args.rows} rows at {CONTEXT} tokens of context, 64 heads, {args.threads} thread(s); relative L2 {error:.1e}"
-    )
-    for name, r in found.items():
-        label = name if name == "headfit" else f"eager {name}"
-        print(f"  {label:16}{r['seconds']:9.2f} s{r['extra_mib']:9.0f} MiB")
-    for name in names[1:]:
-        speed = found[name]["seconds"] / found["headfit"]["seconds"]
-        memory = found["headfit"]["extra_mib"] / found[name]["extra_mib"]
-        print(f"  against eager {name}: {speed:.1f} x as fast, {memory:.3f} of the memory")
-    return {"eager": found, "relative_l2": error}
+    clock = "the process's own time" if args.cpu_time else "wall time"
+    print(f"{args.rows} rows at {CONTEXT} tokens of context, 64 heads, {args.threads} thread(s), least {clock}")
+    return {layer: _eager_layer(args, layer, names) for layer in args.layers}
 
 
 def environment(args: argparse.Namespace) -> dict[str, Any]:
@@ -291,6 +304,7 @@ def main() -> None:
     common.add_argument("--threads", type=int, default=1)
     common.add_argument("--seed", type=int, default=0)
     common.add_argument("--skip-bf16", action="store_true", help="leave plain bfloat16 out: slow without AVX512-BF16")
+    common.add_argument("--cpu-time", action="store_true", help="the process's own time, for a machine that is busy")
     common.add_argument("--json", type=Path)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     jobs = parser.add_subparsers(required=True)
@@ -298,10 +312,11 @@ def main() -> None:
     job.add_argument("--rows", type=int, default=128)
     job.add_argument("--repeats", type=int, default=15)
     job.add_argument("--by", choices=STATISTICS, default="p50", help="the statistic that ratios are taken of")
-    job.add_argument("--cpu-time", action="store_true", help="the process's own time, for a machine that is not idle")
     job.set_defaults(job=widths)
     job = jobs.add_parser("eager", parents=[common], help=eager.__doc__)
     job.add_argument("--rows", type=int, default=512)
+    job.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
+    job.add_argument("--repeats", type=int, default=2)
     job.set_defaults(job=eager)
     args = parser.parse_args()
     record = environment(args)

@@ -108,7 +108,7 @@ class _Buffers:
         self.cuts = list(_head_cuts(h_q))
         sizes = [size for _, size in self.cuts]
         self.keys = torch.empty(rows * tiles * KEY_TILE * d_qk)
-        self.scores = torch.empty(rows * tiles * KEY_TILE * max(sizes))
+        self.scores = [torch.empty(rows * tiles * KEY_TILE * size) for size in sizes]
         self.q = [torch.zeros(rows, size, d_qk) for size in sizes]  # the heads that pad a tile stay zero
         self.acc = [torch.empty(rows, size, D_V) for size in sizes]
         self.top: list[Tensor] = [torch.empty(0)] * len(sizes)  # of the group at hand: largest logit, sum of weights
@@ -204,35 +204,47 @@ def _run_block(buf: _Buffers, span: _Span, at: int, count: int, first: int, last
     rows = buf.keys[: lanes.numel() * d_qk].view(-1, d_qk)
     torch.index_select(span.table, 0, lanes.view(-1), out=rows)
     keys = rows.view(tiles, count, KEY_TILE, d_qk)
-    transposed, values = keys.mT.unbind(0), keys[..., :D_V].unbind(0)
     invalid = lanes == span.table.shape[0] - 1
-    masked = bool(invalid.any())
-    for cut, (_, size) in enumerate(buf.cuts):
-        q, acc = buf.q[cut][:count], buf.acc[cut][:count]
-        scores = buf.scores[: tiles * count * size * KEY_TILE].view(tiles, count, size, KEY_TILE)
-        tile_scores = scores.unbind(0)
-        for key, score in zip(transposed, tile_scores, strict=True):
+    masked = invalid[:, :, None] if bool(invalid.any()) else None
+    scores = [
+        flat[: tiles * count * size * KEY_TILE].view(tiles, count, size, KEY_TILE)
+        for flat, (_, size) in zip(buf.scores, buf.cuts, strict=True)
+    ]
+    by_tile = list(zip(*(s.unbind(0) for s in scores), strict=True))
+    queries = [q[:count] for q in buf.q]
+    sums = [acc[:count] for acc in buf.acc]
+    # a key tile meets every head tile while it is in the cache
+    for key, parts in zip(keys.mT.unbind(0), by_tile, strict=True):
+        for q, score in zip(queries, parts, strict=True):
             torch.bmm(q, key, out=score)
-        if masked:
-            scores.masked_fill_(invalid[:, :, None], -inf)
-        top = scores.amax(3).amax(0)
-        if started:
-            top = torch.maximum(top, buf.top[cut])
-        base = top
-        if masked:  # where no key is valid so far: exp(-inf - 0) is 0, exp(-inf - -inf) is not
-            base = top.masked_fill(top == -inf, 0.0)
-        scores.sub_(base[None, :, :, None]).exp_()
-        total = scores.sum(3).sum(0)
-        if started:
-            shrink = (buf.top[cut] - base).exp_()
-            total.add_(buf.total[cut].mul_(shrink))
-            acc.mul_(shrink[:, :, None])
-        buf.top[cut], buf.total[cut] = top, total
-        for i, (value, weight) in enumerate(zip(values, tile_scores, strict=True)):
-            if started or i:
+    for cut, score in enumerate(scores):
+        _softmax_step(buf, cut, score, sums[cut], masked, started)
+    for value, parts in zip(keys[..., :D_V].unbind(0), by_tile, strict=True):
+        for acc, weight in zip(sums, parts, strict=True):
+            if started:
                 acc.baddbmm_(weight, value)
             else:
                 torch.bmm(weight, value, out=acc)
+        started = True
+
+
+def _softmax_step(buf: _Buffers, cut: int, scores: Tensor, acc: Tensor, masked: Tensor | None, started: bool) -> None:
+    """Turns scores ``[tiles, rows, heads, 128]`` into weights, in place, and rescales what came before."""
+    if masked is not None:
+        scores.masked_fill_(masked, -inf)
+    top = scores.amax(3).amax(0)
+    if started:
+        top = torch.maximum(top, buf.top[cut])
+    base = top
+    if masked is not None:  # where no key is valid so far: exp(-inf - 0) is 0, exp(-inf - -inf) is not
+        base = top.masked_fill(top == -inf, 0.0)
+    scores.sub_(base[None, :, :, None]).exp_()
+    total = scores.sum(3).sum(0)
+    if started:
+        shrink = (buf.top[cut] - base).exp_()
+        total.add_(buf.total[cut].mul_(shrink))
+        acc.mul_(shrink[:, :, None])
+    buf.top[cut], buf.total[cut] = top, total
 
 
 def _write_cut(
