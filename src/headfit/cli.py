@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -108,7 +109,7 @@ def compare(
         typer.Option(help="Local DeepSeek-V4 checkpoint folder. Default: a small model with V4-Flash's attention."),
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="Text file to read. Default: headfit's README.")] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=0, help="Use at most the first N tokens of it; 0 is all.")] = 3072,
+    prompt_tokens: Annotated[int, typer.Option(min=0, help="Use at most the first N tokens of it; 0 is all.")] = 2560,
     prefill_chunk: Annotated[int, typer.Option(min=1, help="Rows per prefill call.")] = 512,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate greedily.")] = 24,
     policy: Annotated[
@@ -190,7 +191,7 @@ def _compare_joined(
         return 2  # every rank found the same; one line is enough
     except Exception as error:
         if debug:
-            raise
+            traceback.print_exc()
         code = _fail(f"rank {rank.rank} failed: {ranks.describe_failure(error)[0]}")
         sys.stderr.flush()
         os._exit(code)  # threads of a group whose peer is gone can block the interpreter's way out

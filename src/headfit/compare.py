@@ -298,7 +298,7 @@ class _Summary:
 
 
 def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} thread(s)"
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def _agree(value: Any, group: ProcessGroup | None, device: torch.device) -> Any:

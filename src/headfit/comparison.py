@@ -48,7 +48,7 @@ class Options:
     tp: int = 2
     model: str | None = None
     prompt: str | None = None
-    prompt_tokens: int = 3072
+    prompt_tokens: int = 2560
     prefill_chunk: int = 512
     new_tokens: int = 24
     policy: str = "native"

@@ -68,13 +68,12 @@ def build(
     *,
     layer_types: tuple[str, ...] = LAYER_TYPES,
     device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
 ) -> DeepseekV4ForCausalLM:
     """A DeepseekV4ForCausalLM with weights that depend on `seed` and nothing else, in eval mode.
 
     Each tensor draws from its own generator, seeded by `seed` and its name: every rank builds the same weights, and a
-    model with fewer layers shares the weights of its first ones. `dtype` is the dtype of the linear weights; what V4
-    keeps in float32 stays so.
+    model with fewer layers shares the weights of its first ones. Weights are float32 on every device: a CPU without
+    native bfloat16 emulates it some fifty times slower, and the attention kernel is handed bfloat16 either way.
     """
     from transformers import DeepseekV4ForCausalLM
 
@@ -82,17 +81,7 @@ def build(
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             _fill(name, tensor, seed)
-    keep = {name for name, parameter in model.named_parameters() if _is_float32(name, parameter)}
-    model.to(device)
-    if dtype != torch.float32:
-        for name, parameter in model.named_parameters():
-            if name not in keep:
-                parameter.data = parameter.data.to(dtype)
-    return model.eval()
-
-
-def _is_float32(name: str, parameter: torch.Tensor) -> bool:
-    return parameter.dim() == 1 or any(part in name for part in ("_hc.", "hc_head", "position_bias", "norm"))
+    return model.to(device).eval()
 
 
 def _fill(name: str, tensor: torch.Tensor, seed: int) -> None:

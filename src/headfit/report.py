@@ -126,7 +126,7 @@ def _record(comparison: data.Comparison) -> list[tuple[str, str]]:
         ("policies", f"off: {work.policy_off}, on: {work.policy_on}"),
         ("seed", str(comparison.options.seed)),
         ("ranks", f"{comparison.options.tp} ({env.group}): {data.distinct(env.devices)}"),
-        ("processor", f"{env.cpu}, {env.cores} cores, {env.threads_per_rank} threads a rank"),
+        ("processor", f"{env.cpu}, {env.cores} cores; threads a rank: {env.threads_per_rank}"),
         ("system", env.platform),
         ("packages", ", ".join(f"{name} {version}" for name, version in env.packages)),
         ("commit", env.commit or "not run from a checkout"),

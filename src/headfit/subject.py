@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import headfit
 from headfit import comparison as data
 from headfit.ranks import InputError, Rank, usable_cores
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from headfit.width import Policy
 
 DEFAULT_MODEL = "DeepSeek-V4-Flash geometry, small body, random weights"
-_PACKAGES = ("headfit", "torch", "triton", "transformers", "numpy")
+_PACKAGES = ("torch", "triton", "transformers", "numpy")
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -168,17 +169,15 @@ def load(options: data.Options, group: ProcessGroup | None, device: torch.device
     except ImportError as error:
         raise InputError(f"compare needs {error.name}: pip install 'headfit[compare]'") from None
     torch.manual_seed(options.seed)
-    # A CPU without native bfloat16 emulates it some fifty times slower; the kernel's own inputs are bfloat16 anyway.
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     tokenizer = None
     if options.model is None:
         from headfit import demo_model
 
-        model: Any = demo_model.build(options.seed, device=device, dtype=dtype)
+        model: Any = demo_model.build(options.seed, device=device)
         name = DEFAULT_MODEL
     else:
         folder = Path(options.model).expanduser()
-        model, tokenizer = _from_folder(folder, device, dtype)
+        model, tokenizer = _from_folder(folder, device)
         name = folder.resolve().name
     try:
         convert(
@@ -196,9 +195,17 @@ def load(options: data.Options, group: ProcessGroup | None, device: torch.device
     return Subject(model, attention, tokenizer, name)
 
 
-def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
+def _from_folder(folder: Path, device: torch.device) -> tuple[Any, Any]:
+    import torch
     from transformers import AutoTokenizer, DeepseekV4ForCausalLM
 
+    # float32 on a CPU, for the reason that `demo_model.build` gives.
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    if dtype == torch.bfloat16 and not _norms_keep_bfloat16():
+        raise InputError(
+            "this Transformers multiplies bfloat16 by its float32 norm weights and cannot run DeepSeek-V4 in bfloat16: "
+            "install 5.24 or newer, or use --device cpu"
+        )
     try:
         model, info = DeepseekV4ForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation="eager", local_files_only=True, output_loading_info=True
@@ -219,6 +226,14 @@ def _from_folder(folder: Path, device: torch.device, dtype: torch.dtype) -> tupl
     if device.type == "cpu":
         model.set_experts_implementation("eager")  # grouped GEMMs want bfloat16
     return model.to(device).eval(), tokenizer
+
+
+def _norms_keep_bfloat16() -> bool:
+    """Whether a norm, whose weight stays float32, returns its input's dtype. Releases such as 5.17 return float32."""
+    import torch
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RMSNorm
+
+    return DeepseekV4RMSNorm(8)(torch.ones(1, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 def read_prompt(options: data.Options, subject: Subject) -> Prompt:
@@ -287,7 +302,7 @@ def environment(rank: Rank, device: torch.device, started: str, devices: tuple[s
         packages.append(("CUDA", torch.version.cuda))
     group = "one process" if rank.world == 1 else "NCCL" if device.type == "cuda" else "gloo"
     return data.Environment(
-        packages=(("python", platform.python_version()), *packages),
+        packages=(("python", platform.python_version()), ("headfit", headfit.__version__), *packages),
         commit=_commit(),
         platform=platform.platform(terse=True),
         cpu=_cpu_name(),
