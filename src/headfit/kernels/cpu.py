@@ -199,13 +199,8 @@ def _run_group(
 
 def _run_block(buf: _Buffers, span: _Span, at: int, count: int, first: int, last: int, started: bool) -> None:
     """Key tiles [first, last) of rows [at, at + count) of a span: gather, product, softmax step, product."""
-    tiles, d_qk = last - first, span.table.shape[1]
-    lanes = span.lanes[at : at + count, first:last].transpose(0, 1).contiguous()
-    rows = buf.keys[: lanes.numel() * d_qk].view(-1, d_qk)
-    torch.index_select(span.table, 0, lanes.view(-1), out=rows)
-    keys = rows.view(tiles, count, KEY_TILE, d_qk)
-    invalid = lanes == span.table.shape[0] - 1
-    masked = invalid[:, :, None] if bool(invalid.any()) else None
+    keys, masked = _gather(buf, span, at, count, first, last)
+    tiles = last - first
     scores = [
         flat[: tiles * count * size * KEY_TILE].view(tiles, count, size, KEY_TILE)
         for flat, (_, size) in zip(buf.scores, buf.cuts, strict=True)
@@ -226,6 +221,16 @@ def _run_block(buf: _Buffers, span: _Span, at: int, count: int, first: int, last
             else:
                 torch.bmm(weight, value, out=acc)
         started = True
+
+
+def _gather(buf: _Buffers, span: _Span, at: int, count: int, first: int, last: int) -> tuple[Tensor, Tensor | None]:
+    """Keys ``[tiles, rows, 128, d_qk]`` of a block, and its invalid lanes ``[tiles, rows, 1, 128]``, None if none."""
+    lanes = span.lanes[at : at + count, first:last].transpose(0, 1).contiguous()
+    d_qk = span.table.shape[1]
+    keys = buf.keys[: lanes.numel() * d_qk].view(-1, d_qk)
+    torch.index_select(span.table, 0, lanes.view(-1), out=keys)
+    invalid = lanes == span.table.shape[0] - 1
+    return keys.view(*lanes.shape, d_qk), invalid[:, :, None] if bool(invalid.any()) else None
 
 
 def _softmax_step(buf: _Buffers, cut: int, scores: Tensor, acc: Tensor, masked: Tensor | None, started: bool) -> None:
