@@ -67,7 +67,7 @@ def make(b, s_q, h_q, topks, layout="v4", pages=(9, 5), page_sizes=(7, 64), sink
     for topk, page, size in zip(topks, pages, page_sizes, strict=False):
         kv = torch.randn(page * size, d_qk)
         caches.append(kv.bfloat16().view(page, size, 1, d_qk) if layout == "bf16" else pack_kv(kv, size, layout))
-        index = torch.randint(0, page * size, (b, s_q, topk))
+        index = torch.randint(0, max(page * size, 1), (b, s_q, topk))
         junk = torch.tensor([-1, page * size, 2**31 - 1, -(2**31)])[torch.randint(0, 4, index.shape)]
         indices.append(torch.where(torch.rand(index.shape) < invalid, junk, index).int())
         lengths.append(torch.randint(-1, topk + 2, (b,)).int() if invalid else None)
