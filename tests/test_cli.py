@@ -336,3 +336,34 @@ def test_installed_package_carries_the_readme(monkeypatch, tmp_path):
     description = metadata.metadata("headfit").json.get("description", "")
     assert subject.readme() == str(description).encode()
     assert len(description) > 50
+
+
+def test_result_is_shown_even_where_it_cannot_be_written(tmp_path, monkeypatch, capsys):
+    """A disk that fills during the run: the figures are printed, the error is one line, no part of a file is left."""
+    from test_report import make
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device", "compare.json")
+
+    for variable in TORCHRUN:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(launch, "run_ranks", lambda *arguments, **options: data.to_dict(make()))
+    monkeypatch.setattr("headfit.report.os.replace", full)
+    assert cli.run(["compare", "--json", str(tmp_path / "compare.json")]) == 2
+    out, err = capsys.readouterr()
+    assert "every surviving bit equal" in out
+    assert err == "headfit: compare.json: No space left on device; choose another place for --report or --json\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("same", "code"), [(True, 0), (False, 1)])
+def test_a_difference_is_exit_code_1_and_still_written(same, code, tmp_path, monkeypatch, capsys):
+    from test_report import FIRST, make
+
+    for variable in TORCHRUN:
+        monkeypatch.delenv(variable, raising=False)
+    made = make() if same else make(first_difference=FIRST)
+    monkeypatch.setattr(launch, "run_ranks", lambda *arguments, **options: data.to_dict(made))
+    assert cli.run(["compare", "--json", str(tmp_path / "a.json"), "--report", str(tmp_path)]) == code
+    assert (FIRST.sentence in " ".join(capsys.readouterr().out.split())) is not same
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "index.html"]

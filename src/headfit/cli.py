@@ -217,26 +217,31 @@ def _check_outputs(json_file: Path | None, report: Path | None) -> None:
 
 
 def _finish(comparison: data.Comparison, json_file: Path | None, report: Path | None) -> int:
-    """Print the result, then write the files, each whole or not at all."""
+    """Write the files, each whole or not at all, then print; a reader that leaves early costs no file."""
     import json
 
     from rich.console import Console
 
     from headfit import report as pages
 
-    console = Console()
-    _print_result(console, comparison)
+    written: list[str] = []
+    failed: OSError | None = None
     try:
         if report is not None:
             pages.write_atomically(report / pages.PAGE, pages.render(comparison))
-            console.print(f"page: {report / pages.PAGE}", style="dim", highlight=False, soft_wrap=True)
+            written.append(f"page: {report / pages.PAGE}")
         if json_file is not None:
             pages.write_atomically(json_file, json.dumps(data.to_dict(comparison), indent=1, allow_nan=False) + "\n")
-            console.print(f"json: {json_file}", style="dim", highlight=False, soft_wrap=True)
+            written.append(f"json: {json_file}")
     except OSError as error:
-        raise ranks.InputError(
-            f"{error.filename}: {error.strerror}; choose another place for --report or --json"
-        ) from None
+        failed = error
+    console = Console()
+    _print_result(console, comparison)
+    for line in written:
+        console.print(line, style="dim", highlight=False, soft_wrap=True)
+    if failed is not None:
+        where, why = failed.filename, failed.strerror or failed
+        raise ranks.InputError(f"{where}: {why}; choose another place for --report or --json")
     return comparison.exit_code
 
 

@@ -35,6 +35,7 @@ _SPANS = (
     (0.9995, 1e3, 2, "ms"),
     (99.95, 1e6, 0, "us"),
 )
+_LAUNCH = " On a GPU they hold the launch from Python too, which is most of a short call."
 TP_AXIS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -316,7 +317,7 @@ def verdicts(comparison: Comparison) -> tuple[tuple[str, str, bool | None], ...]
         lines.append(
             (
                 f"{total.phase} lane",
-                f"{duration(total.off)} -> {duration(total.on)}, {percent(total.saved)} saved",
+                f"{duration(total.off)} -> {duration(total.on)}, {saving(total.saved)}",
                 None,
             )
         )
@@ -337,9 +338,10 @@ def timing_note(comparison: Comparison) -> str:
     """How the lane was measured, in one sentence."""
     ranks = comparison.options.tp
     slowest = f"the slowest of {ranks} ranks" if ranks > 1 else "the one rank"
+    launch = "" if comparison.environment.group == "gloo" or comparison.workload.backend == "cpu" else _LAUNCH
     return (
         f"Lane times are the attention call alone, summed over calls, of {slowest}; off and on alternate and swap "
-        "order at every step."
+        f"order at every step.{launch}"
     )
 
 
@@ -381,6 +383,11 @@ def duration(seconds: float) -> str:
 def percent(share: float) -> str:
     """A share as a signed percentage without a sign where it is positive."""
     return f"{100 * share:.1f} %"
+
+
+def saving(share: float) -> str:
+    """A share of time saved, in words that fit a loss as well."""
+    return f"{percent(share)} saved" if share >= 0 else f"{percent(-share)} more"
 
 
 def distinct(values: Iterable[str]) -> str:

@@ -191,10 +191,10 @@ def lane_plot(comparison: data.Comparison) -> str:
     for axis, total in zip(axes, totals, strict=True):
         kinds = bars[total.phase]
         for place, (_, off, on) in enumerate(kinds):
-            saved = data.percent(1 - on / off if off > 0 else 0.0)
+            saved = data.saving(1 - on / off if off > 0 else 0.0)
             for shift, value, text, colour, name in (
                 (-0.19, off, data.duration(off), _OFF, "padded (off)"),
-                (0.19, on, f"{data.duration(on)}, {saved} saved", _ON, "planned width (on)"),
+                (0.19, on, f"{data.duration(on)}, {saved}", _ON, "planned width (on)"),
             ):
                 axis.barh(place + shift, value, height=0.34, color=colour, label=name if place == 0 else None)
                 _label(axis, text, (value, place + shift), (5, 0), va="center")
