@@ -15,7 +15,7 @@ import headfit
 from headfit import kernels
 from headfit.testing import FULL, ROUTES, SMALL, Setup, conformance_cases, draw_spec
 from headfit.testing.checks_shapes import hold
-from headfit.testing.runner import fresh_seed
+from headfit.testing.runner import fresh_seed, run_case
 
 SEED = fresh_seed()
 
@@ -43,12 +43,12 @@ CASES = [
 
 @pytest.mark.parametrize(("case", "setup"), CASES)
 def test_contract(case, setup):
-    try:
-        case.run(setup)
-    except AssertionError as failure:
-        pytest.fail(
-            f"protects: {case.check.sentence}\n{failure}\nrepeat with HEADFIT_TEST_SEED={setup.seed}", pytrace=False
+    result = run_case(case, setup)
+    if result.status != "passed":
+        text = (
+            f"{result.status}, protects: {result.sentence}\n{result.message}\nHEADFIT_TEST_SEED={setup.seed} repeats it"
         )
+        pytest.fail(text, pytrace=False)
 
 
 class HypothesisDraw:

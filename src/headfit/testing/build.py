@@ -64,12 +64,13 @@ def _lead(spec: CallSpec) -> tuple[int, ...]:
 
 
 def _head_slice(spec: CallSpec, buffer_heads: int | None, width: int) -> tuple[Tensor, Tensor]:
-    """A buffer and the slice of it that the call uses: [lead, heads, width], one spare row at the end of each batch."""
+    """A buffer and the slice of it that the call uses: [lead, heads, width], one spare row an entry if they are few."""
     heads = spec.head_offset + spec.heads if buffer_heads is None else buffer_heads
     if heads < spec.head_offset + spec.heads:
         raise ValueError(f"{spec}: the buffer's {heads} heads do not hold the slice")
     lead = _lead(spec)
-    buffer = torch.empty(*lead[:-1], lead[-1] + 1, heads, width + spec.pitch, dtype=torch.bfloat16)
+    spare = 1 if spec.rows <= 64 else 0
+    buffer = torch.empty(*lead[:-1], lead[-1] + spare, heads, width + spec.pitch, dtype=torch.bfloat16)
     return buffer, buffer[..., : lead[-1], spec.head_offset : spec.head_offset + spec.heads, :width]
 
 

@@ -39,21 +39,20 @@ def check_width_exact(setup: Setup, route: Route) -> None:
     """The widest launch against narrower ones, q and out as slices of padded buffers and as compact tensors."""
     widest = setup.pick(128, 20)
     for rows in _row_counts(setup):
+        caches = _keys(setup, route, rows)
+        call = setup.build(CallSpec(route, rows, 1, widest, caches, sink="normal", lengths="random"))
         for invariant in (False, True):
-            spec = CallSpec(
-                route, batch=rows, heads=widest, caches=_keys(setup, route, rows), sink="normal", lengths="random",
-                batch_invariant=invariant,
-            )  # fmt: skip
-            call = setup.build(spec)
-            wide = call.run(setup.backend)
+            wide = call.run(setup.backend, enable_batch_invariant=invariant)
             for width in _widths(setup, rows):
-                q, sink = call.q[..., :width, :], None if call.sink is None else call.sink[:width]
-                narrow = call.run(setup.backend, q=q, attn_sink=sink)
-                narrow.require_same(wide, f"{rows} rows, h_q {width} (slice) against {widest}", heads=width)
-                compact = call.run(
-                    setup.backend, q=q.contiguous(), attn_sink=sink, out=_strided_out(wide, width, route)
-                )
-                compact.require_same(wide, f"{rows} rows, h_q {width} (compact) against {widest}", heads=width)
+                what = f"{rows} rows, h_q {width} against {widest}, batch invariant {invariant}"
+                few = {
+                    "attn_sink": None if call.sink is None else call.sink[:width],
+                    "enable_batch_invariant": invariant,
+                }
+                q = call.q[..., :width, :]
+                call.run(setup.backend, q=q, **few).require_same(wide, f"{what}, q a slice", heads=width)
+                compact = call.run(setup.backend, q=q.contiguous(), out=_strided_out(wide, width, route), **few)
+                compact.require_same(wide, f"{what}, q compact", heads=width)
 
 
 def _strided_out(wide: Result, width: int, route: Route) -> torch.Tensor:
