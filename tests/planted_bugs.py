@@ -58,12 +58,10 @@ def lengths_ignored(call):
 
 @plant("lengths_clamped")
 def negative_lengths_count_from_the_end(call):
-    cpu.run(
-        with_keys(
-            call,
-            lambda k: k if k.lengths is None else replace(k, lengths=torch.where(k.lengths < 0, k.topk - 1, k.lengths)),
-        )
-    )
+    def change(k):
+        return k if k.lengths is None else replace(k, lengths=torch.where(k.lengths < 0, k.topk - 1, k.lengths))
+
+    cpu.run(with_keys(call, change))
 
 
 @plant("duplicates")
@@ -131,8 +129,7 @@ def empty_rows_are_nan(call):
 def sink_scales_empty_rows(call):
     cpu.run(call)
     if call.attn_sink is not None:
-        factor = 1 / (1 + torch.exp(call.attn_sink - INF * 1.0)) * (call.attn_sink - call.attn_sink)
-        call.out.copy_(call.out * 1 + factor[:, None])
+        call.out.add_((call.attn_sink - call.attn_sink)[:, None])
 
 
 @plant("width_exact")
