@@ -328,13 +328,6 @@ def max_logits_unscaled(call):
         call.max_logits.div_(call.sm_scale)
 
 
-@plant("max_logits")
-def max_logits_base_2(call):
-    cpu.run(call)
-    if call.max_logits is not None:
-        call.max_logits.mul_(1.4426950408889634)
-
-
 @plant("sink_formula")
 def sink_dropped(call):
     cpu.run(replace(call, attn_sink=None))
