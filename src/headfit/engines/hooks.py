@@ -119,13 +119,21 @@ class Target:
     Attributes:
         path: dotted path, as ``pkgutil.resolve_name`` takes it.
         parameters: names that its signature must start with, ``self`` and ``cls`` left out; ``**name`` stands for a
-            catch-all. Parameters beyond these must have defaults, or the wrapper could not call it.
+            catch-all. Parameters beyond these must have defaults, unless they are named in ``needs``.
         needs: further names that must be among its parameters, anywhere.
+        passes_on: the wrapper hands every argument on as it came, so that further parameters do not matter.
     """
 
     path: str
     parameters: tuple[str, ...]
     needs: tuple[str, ...] = ()
+    passes_on: bool = False
+
+    @property
+    def short(self) -> str:
+        """The function, with its class where it has one."""
+        *_, holder, name = self.path.split(".")
+        return f"{holder}.{name}" if holder[:1].isupper() and not holder.isupper() else name
 
 
 @dataclass(frozen=True)
@@ -181,6 +189,8 @@ def signature_problem(function: Any, target: Target) -> str | None:
     missing = [name for name in target.needs if name not in names]
     if missing:
         return f"takes no {', '.join(missing)}, which it did when it was tested"
+    if target.passes_on:
+        return None
     extra = [p.name for p in parameters[len(want) :] if p.default is p.empty and p.kind not in catch_all]
     extra = [name for name in extra if name not in target.needs]
     if extra:

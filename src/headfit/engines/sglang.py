@@ -41,13 +41,13 @@ _DECODE_NEEDS = (
     "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length",
 )  # fmt: skip
 
-LAYER = Target(f"{calls.MODEL}.MQALayer.forward", ("x", "positions", "forward_batch"))
+LAYER = Target(f"{calls.MODEL}.MQALayer.forward", ("x", "positions", "forward_batch"), passes_on=True)
 NUM_HEADS = Target(f"{calls.MODEL}.MQALayer._kernel_num_heads", ("num_tokens",))
 SINK = Target(f"{calls.MODEL}.MQALayer._local_attn_sink", ("kernel_num_heads",))
-ATTENTION = Target(f"{calls.BACKEND}.DeepseekV4AttnBackend.forward", ("q", "k", "v", "layer", "forward_batch"))
-DRAFT = Target(
-    "sglang.srt.models.deepseek_v4_dspark.DSparkAttention.forward", ("positions", "hidden_states", "forward_batch")
+ATTENTION = Target(
+    f"{calls.BACKEND}.DeepseekV4AttnBackend.forward", ("q", "k", "v", "layer", "forward_batch"), passes_on=True
 )
+DRAFT = Target("sglang.srt.models.deepseek_v4_dspark.DSparkAttention.forward", (), passes_on=True)
 GATHER = Target("sglang.srt.environ.envs.SGLANG_OPT_FLASHMLA_SPARSE_PREFILL.get", ())
 SM120 = Target(f"{calls.SM120}.flash_mla_with_kvcache_sm120", ("**kwargs",))
 
@@ -89,10 +89,13 @@ def _register() -> str | None:
     registry = importlib.import_module(REGISTRY)
     calls.state.active, calls.state.policy = True, policy
     calls.state.explicit = env.read("HEADFIT_WIDTH") is not None
+    arounds = {around for _, around in wanted}
+    calls.state.sm12x = calls.around_sm120 in arounds
+    calls.state.flashmla = calls.around_decode in arounds
     for found, around in wanted:
         registry.HookRegistry.register(found.target.path, around, registry.HookType.AROUND)
         calls.state.installed.append((found, around))
-    names = ", ".join(found.target.path.rsplit(".", 2)[-1] for found, _ in wanted)
+    names = ", ".join(found.target.short for found, _ in wanted)
     left = f"; skipped: {'; '.join(skipped)}" if skipped else ""
     version = hooks.version_of("sglang")
     hooks.say_once(LINE, f"{version}: wrapped {names} by {policy.origin} ({policy.kind}){left}")
@@ -187,21 +190,17 @@ def _draft() -> list[Pair]:
 
 
 def _flashmla() -> tuple[list[Pair], str | None]:
-    problems = []
-    for module in _FLASHMLA:
-        decode = Target(f"{module}.flash_mla_with_kvcache", ("q", "k_cache"), _DECODE_NEEDS)
-        sparse = Target(f"{module}.flash_mla_sparse_fwd", ("q", "kv", "indices", "sm_scale"), ("attn_sink",))
-        try:
-            targets: list[Pair] = [
-                (hooks.resolve(_required(decode)), calls.around_decode),
-                (hooks.resolve(sparse), calls.around_sparse),
-                (hooks.resolve(GATHER), calls.around_gather),
-            ]
-        except TargetError as error:
-            problems.append(str(error))
-            continue
-        return targets, None
-    return [], problems[-1] if len(problems) == 1 else " and ".join(problems)
+    module = next(name for name in _FLASHMLA if name == _FLASHMLA[-1] or importlib.util.find_spec(name) is not None)
+    decode = Target(f"{module}.flash_mla_with_kvcache", ("q", "k_cache"), _DECODE_NEEDS)
+    sparse = Target(f"{module}.flash_mla_sparse_fwd", ("q", "kv", "indices", "sm_scale"), ("attn_sink",))
+    try:
+        return [
+            (hooks.resolve(_required(decode)), calls.around_decode),
+            (hooks.resolve(sparse), calls.around_sparse),
+            (hooks.resolve(GATHER), calls.around_gather),
+        ], None
+    except TargetError as error:
+        return [], str(error)
 
 
 def _required(target: Target) -> Target:

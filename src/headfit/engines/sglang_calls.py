@@ -50,6 +50,8 @@ class Plugin:
     policy: Policy = field(default_factory=Policy.padded)
     explicit: bool = False
     installed: list[tuple[Found, Callable[..., Any]]] = field(default_factory=list)
+    sm12x: bool = False  # whether the boundary of that kernel is wrapped; a width must not promise what it would refuse
+    flashmla: bool = False
     n_heads: int = 0  # of the model, as its layers say
     # Answered on first use, never at start-up: asking opens a CUDA context.
     compute_capability: tuple[int, int] | None = None
@@ -109,17 +111,23 @@ def _describe(rows: int, n_local: int, n_heads: int, batch: Any, lanes: tuple[in
     return Call(rows, n_local, n_heads, mode, original, _in_breakable_graph(), *lanes)
 
 
-def around_layer(original: Callable[..., Any], self: Any, x: Any, positions: Any, batch: Any, *a: Any, **k: Any) -> Any:
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any], position: int, name: str) -> Any:
+    """An argument of a wrapped function, however the caller passed it."""
+    return args[position] if len(args) > position else kwargs.get(name)
+
+
+def around_layer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around ``MQALayer.forward``: note the call that its layer makes."""
     if not state.active or torch.compiler.is_compiling():
-        return original(self, x, positions, batch, *a, **k)
-    state.n_heads = int(self.n_heads)
+        return original(*args, **kwargs)
+    layer, x, batch = args[0], _given(args, kwargs, 1, "x"), _given(args, kwargs, 3, "forward_batch")
+    state.n_heads = int(layer.n_heads)
     backend = _attention_backend()
-    lanes = _lanes(backend, getattr(self, "compress_ratio", None))
-    call = _describe(x.shape[0], self.n_local_heads, self.n_heads, batch, lanes)
+    lanes = _lanes(backend, getattr(layer, "compress_ratio", None))
+    call = _describe(x.shape[0], layer.n_local_heads, layer.n_heads, batch, lanes)
     token = _now.set(_Now(call=call, plain=_is_plain(backend)))
     try:
-        return original(self, x, positions, batch, *a, **k)
+        return original(*args, **kwargs)
     finally:
         _now.reset(token)
 
@@ -135,19 +143,21 @@ def around_draft(original: Callable[..., Any], self: Any, *args: Any, **kwargs: 
         _now.reset(token)
 
 
-def around_attention(original: Callable[..., Any], self: Any, q: Any, k: Any, v: Any, layer: Any, batch: Any, *a: Any, **kw: Any) -> Any:  # fmt: skip  # noqa: E501
+def around_attention(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around ``DeepseekV4AttnBackend.forward``: note the call, also where a captured graph replays it."""
     if not state.active or _now.get().draft:
-        return original(self, q, k, v, layer, batch, *a, **kw)
+        return original(*args, **kwargs)
+    backend, q = args[0], _given(args, kwargs, 1, "q")
+    layer, batch = _given(args, kwargs, 4, "layer"), _given(args, kwargs, 5, "forward_batch")
     n_local = int(getattr(layer, "tp_q_head_num", 0))
-    lanes = _lanes(self, a[0] if a else kw.get("compress_ratio"))
+    lanes = _lanes(backend, _given(args, kwargs, 6, "compress_ratio"))
     call = _describe(q.shape[0], n_local, state.n_heads or q.shape[-2], batch, lanes)
-    plain = _is_plain(self)
+    plain = _is_plain(backend)
     # A breakable graph replays this function with the buffers it was captured with; only the kernel is chosen here.
-    paged = call is not None and plain and _takes_pages(self, call, q.shape[-2])
+    paged = call is not None and plain and _takes_pages(backend, call, q.shape[-2])
     token = _now.set(_Now(call=call, paged=paged, plain=plain))
     try:
-        return original(self, q, k, v, layer, batch, *a, **kw)
+        return original(*args, **kwargs)
     finally:
         _now.reset(token)
 
@@ -239,16 +249,18 @@ def _sm120_family() -> str:
 # ------------------------------------------------------------------------------------------------- the wrappers
 
 
-def around_num_heads(original: Callable[..., int], self: Any, num_tokens: int) -> int:
+def around_num_heads(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
     """Around ``MQALayer._kernel_num_heads``: the width at which queries are allocated; never wider than SGLang's."""
-    width = original(self, num_tokens)
+    width = original(*args, **kwargs)
     now = _now.get()
     if not state.active or torch.compiler.is_compiling() or now.draft or now.call is None or not now.plain:
         return width
     call = now.call
-    if call.in_breakable_graph or call.n_local >= width or call.rows != num_tokens:
+    if call.in_breakable_graph or call.n_local >= width or call.rows != _given(args, kwargs, 1, "num_tokens"):
         return width  # the width of a captured buffer must not depend on the mode
     sm12x = is_sm12x(_compute_capability())
+    if not (state.sm12x if sm12x else state.flashmla):
+        return width
     route = _route(call, width, _sm120_family() if sm12x else "flashmla")
     if route.ours and routes.phase_of(call) == "prefill" and not _takes_pages(_attention_backend(), call, width):
         return width

@@ -121,7 +121,7 @@ def _install(module: ModuleType) -> None:
     put(pad, classmethod(_wrapped(pad.raw.__func__, _pad)))
     for found, around in ((warm, _warm), (decode, _decode), (prefill, _prefill), (kernel, _kernel), (sparse, _sparse)):
         put(found, _wrapped(found.raw, around))
-    names = ", ".join(found.name for found, _ in state.patches.done)
+    names = ", ".join(found.target.short for found, _ in state.patches.done)
     version, policy = hooks.version_of("vllm"), state.policy
     hooks.say_once(LINE, f"{version}: wrapped {names} of {module.__name__} by {policy.origin} ({policy.kind})")
 
