@@ -8,7 +8,7 @@ OLD_TRITON := .cache/triton-3.6
 # One thread a process: tests run side by side, and the demo gives each rank a core.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint unit oldest-triton bench-cpu format clean
+.PHONY: compat demo test lint unit oldest-triton bench-cpu format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/headfit compare --tp 2 --report demo_report --json demo_report/compare.json
@@ -27,6 +27,10 @@ unit: $(VENV)/.installed
 # The oldest supported Triton, beside the newest that the environment holds.
 oldest-triton: $(VENV)/.installed $(OLD_TRITON)/.installed
 	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -m pytest -n 2 --dist worksteal tests/test_offline_compile.py
+
+# The plug-ins against real engine releases: downloads about 3 GB into .cache/compat, writes docs/compat.md.
+compat: $(VENV)/.installed
+	$(BIN)/python compat/run.py
 
 bench-cpu: $(VENV)/.installed
 	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/cpu.py

@@ -179,7 +179,9 @@ class World:
 
     def _gathered(self, q: torch.Tensor, attn_sink: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """SGLang's gathered prefill, with the gather done by headfit: bfloat16 rows, then its own sparse entry."""
-        module = sys.modules.get("sglang.kernels.ops.attention.flash_mla_interface") or sys.modules["sgl_kernel.flash_mla"]
+        module = (
+            sys.modules.get("sglang.kernels.ops.attention.flash_mla_interface") or sys.modules["sgl_kernel.flash_mla"]
+        )
         core = self.attention.forward_metadata.core_attn_metadata
         rows = q.shape[0]
         if standins.echo:
@@ -258,6 +260,7 @@ class World:
         return q_out, None
 
     def batch(self, mode: str, original: str | None = None) -> Any:
+        """A forward batch of one mode; ``original`` is what it was before padding rewrote it."""
         modes = self.release.modes
         return SimpleNamespace(
             forward_mode=modes[mode], _original_forward_mode=None if original is None else modes[original],
@@ -286,7 +289,7 @@ class World:
         finally:
             flag._in_breakable_cuda_graph = False
             self.release.context.set_forward_context(previous)
-        seen = [launch for launch in standins.launches]
+        seen = list(standins.launches)
         ours = [key for key in hooks.calls() if key.kernel == "cpu"]
         return {
             "kernel": "headfit" if ours else seen[-1].kernel,
@@ -345,7 +348,6 @@ def check_release() -> dict[str, Any]:
 
 def cells(release: Release, chip: str, tp: int, policy: str | None) -> list[dict[str, Any]]:
     """Every mode and row count of one chip and TP: kernel, width, reason, and whether the bits are the engine's."""
-    found = []
     release.set_chip(chip)
     world = World(release, tp)
     standins.echo, choose = True, kernels.choose

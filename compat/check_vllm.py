@@ -90,6 +90,7 @@ class World:
         self.lens = torch.randint(1, WINDOW, (TOKENS,), generator=self.seed).int()
 
     def pages(self, pages: int, page: int) -> torch.Tensor:
+        """Packed pages as vLLM keeps them, ``[blocks, block_size, bytes]``."""
         view = cache.empty_cache(pages, page)
         rows = torch.randn(pages * page, DIM, generator=self.seed).bfloat16()
         cache.write_rows(view, torch.arange(pages * page), rows)
@@ -118,7 +119,9 @@ class World:
         self.module.get_forward_context = lambda: SimpleNamespace(attn_metadata=metadata)
         width = self.layer.padded_heads
         q = torch.full((TOKENS, width, DIM), torch.nan, dtype=torch.bfloat16)
-        q[:, : self.n_local] = torch.randn(TOKENS, self.n_local, DIM, generator=torch.Generator().manual_seed(1)).bfloat16()
+        q[:, : self.n_local] = torch.randn(
+            TOKENS, self.n_local, DIM, generator=torch.Generator().manual_seed(1)
+        ).bfloat16()
         if width != self.n_local:
             q[:, self.n_local :] = 0
         out = torch.full_like(q, 7.0)

@@ -80,7 +80,7 @@ def paged_sgl_kernel(
     extra_k_cache=None, extra_indices_in_kvcache=None, topk_length=None, extra_topk_length=None,
 ):  # type: ignore[no-untyped-def]  # fmt: skip
     """The signature of sglang-kernel."""
-    return _paged(**{name: value for name, value in locals().items()})
+    return _paged(**locals())
 
 
 def paged_any(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Stand-in for torchvision, whose CPU build is not on PyPI: engines import it at module level for images, which no check touches.
+"""Stand-in for torchvision, whose CPU build is not on PyPI: engines import it at module level, no check uses it.
 
 Every submodule and every name exists; a name is an empty class with every attribute.
 """
