@@ -55,6 +55,7 @@ class Release:
             standins.install_flash_mla()
         else:
             standins.install_sgl_kernel()
+        self._register_on_cpu()
         self.model = importlib.import_module("sglang.srt.models.deepseek_v4")
         self.backend = importlib.import_module("sglang.srt.layers.attention.deepseek_v4_backend")
         self.sm120 = importlib.import_module("sglang.kernels.ops.attention.flash_mla_sm120")
@@ -71,6 +72,20 @@ class Release:
         for module in (self.model, self.dspark):
             module.fused_rope_inplace = stop_at_rope
         self.model.get_attn_tp_context = lambda: SimpleNamespace(input_scattered=False)
+
+    def _register_on_cpu(self) -> None:
+        """SGLang registers its operators for CUDA; the same functions for the CPU, so that attention can run as one."""
+        common = importlib.import_module("sglang.srt.utils.common")
+        register, self.libraries = common.direct_register_custom_op, []
+
+        def both(op_name: str, op_func: Any, *args: Any, **kwargs: Any) -> None:
+            register(op_name, op_func, *args, **kwargs)
+            if op_name == "deepseek_v4_attention_with_output":
+                library = torch.library.Library("sglang", "FRAGMENT")
+                library.impl(op_name, op_func, "CPU")
+                self.libraries.append(library)
+
+        common.direct_register_custom_op = both
 
     def set_chip(self, chip: str) -> None:
         """Let SGLang believe in this GPU."""
@@ -275,6 +290,9 @@ class World:
         context = self.release.context.ForwardContext(attn_backend=self.attention)
         x = torch.zeros(rows, DIM, dtype=torch.bfloat16)
         batch = self.batch(mode, original)
+        batch.num_token_non_padded_cpu = batch.global_num_token_non_padded_cpu = rows
+        layers = SimpleNamespace(forward_batch=batch, attention_layers=[self.layer.attn_mqa])
+        self.release.model.get_tc_piecewise_forward_context = lambda: layers  # a breakable graph looks them up
         previous = self.release.context.set_forward_context(context)
         flag = self.release.graph
         flag._in_breakable_cuda_graph = graph
@@ -411,22 +429,32 @@ def special(release: Release) -> dict[str, Any]:
         done[f"attention bits, {mode}: {on['kernel']} {on['width']} as {off['kernel']} {off['width']}"] = bool(
             torch.equal(on["out"], off["out"]) and on["width"] == 8
         )
+    on = world.run(5, "EXTEND", graph=True)
+    buffer = world.q_buffer.stride(0) // DIM
+    sglang_calls.state.active = False
+    off = world.run(5, "EXTEND", graph=True)
+    sglang_calls.state.active = True
+    done[f"breakable graph: buffers stay {buffer} wide, kernel {on['kernel']} {on['width']}, same bits"] = bool(
+        buffer == 64 and torch.equal(on["out"], off["out"])
+    )
     release.set_chip("SM120")
-    for mode, original, rows, want in (
-        ("EXTEND", "IDLE", 96, 64),
-        ("EXTEND", "TARGET_VERIFY", 96, 64),
-        ("EXTEND", None, 96, 16),
+    standins.echo = True
+    for mode, original, rows, graph, want in (
+        ("EXTEND", "IDLE", 96, False, 64),
+        ("EXTEND", "TARGET_VERIFY", 96, False, 64),
+        ("EXTEND", None, 96, True, 64),
+        ("EXTEND", None, 96, False, 16),
     ):
         sglang_calls.state.policy = Policy.sm12x_prefill()
         set_state("SM120")
         world = World(release, 4)
-        got = world.run(rows, mode, original)
+        got = world.run(rows, mode, original, graph=graph)
         sglang_calls.state.active = False
-        own = world.run(rows, mode, original)["width"]
+        own = world.run(rows, mode, original, graph=graph)["width"]
         sglang_calls.state.active = True
-        done[f"published gate, {mode} that was {original or mode}: never wider than SGLang, {min(want, own)} heads"] = (
-            got["width"] == min(want, own)
-        )
+        what = f"{mode} that was {original or mode}{', in a breakable graph' if graph else ''}"
+        done[f"published gate, {what}: {min(want, own)} heads, SGLang alone {own}"] = got["width"] == min(want, own)
+    standins.echo = False
     return done
 
 
