@@ -159,6 +159,15 @@ def test_native_on_sm12x_uses_what_each_side_lists(start, monkeypatch):
     assert [launch[1] for launch in fake.launches] == [16]
 
 
+def test_a_captured_graph_gets_back_the_width_that_it_was_captured_with(start, monkeypatch):
+    with_flashinfer(monkeypatch)
+    fake = start(width="native", chip=(12, 0), tp=4)
+    fake.in_graph = True
+    fake.run(96)
+    assert [launch[1] for launch in fake.launches] == [16]
+    assert fake.returned.shape[1] == 64
+
+
 def test_an_unreadable_flashinfer_changes_nothing(start, monkeypatch):
     found = Capability.unreadable("flashinfer_sm120", (12, 0), "gone")
     monkeypatch.setattr("headfit.probes.flashinfer_capability", lambda cc: found)
