@@ -8,7 +8,7 @@ OLD_TRITON := .cache/triton-3.6
 # One thread a process: tests run side by side, and the demo gives each rank a core.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: compat demo test lint unit oldest-triton bench-cpu format clean
+.PHONY: compat compat-flashinfer compat-flashinfer-write demo test lint unit oldest-triton bench-cpu format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/headfit compare --tp 2 --report demo_report --json demo_report/compare.json
@@ -29,8 +29,16 @@ oldest-triton: $(VENV)/.installed $(OLD_TRITON)/.installed
 	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -m pytest -n 2 --dist worksteal tests/test_offline_compile.py
 
 # The plug-ins against real engine releases: downloads about 3 GB into .cache/compat, writes docs/compat.md.
-compat: $(VENV)/.installed
+compat: $(VENV)/.installed compat-flashinfer
 	$(BIN)/python compat/run.py
+
+# The probes against real FlashInfer and FlashMLA releases: about 1 GB into .cache/wheels; -write records what they say.
+compat-flashinfer: $(VENV)/.installed
+	nice -n 19 $(BIN)/python compat/check_flashinfer.py
+	HEADFIT_FLASHINFER_SOURCES=.cache/flashinfer $(BIN)/python -m pytest -q tests/test_kernels_flashinfer.py -k real
+
+compat-flashinfer-write: $(VENV)/.installed
+	nice -n 19 $(BIN)/python compat/check_flashinfer.py --write
 
 bench-cpu: $(VENV)/.installed
 	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/cpu.py

@@ -17,6 +17,7 @@ from headfit import flashinfer_facts, kernels, probes
 from headfit.width import NO_BATCH_EXCEEDS, Call, Capability, Policy, plan_width
 
 NAME = "flashinfer.mla._sparse_mla_sm120"
+QUERY = "supported_sparse_mla_sm120_configs"
 PAIRS = frozenset((h, k) for h in (8, 16, 32, 64, 128) for k in (128, 512, 1024))
 
 # The dispatch of up to 0.6.18 in miniature: the shape that is read, with comments and other functions that mislead.
@@ -41,6 +42,8 @@ inline bool dispatch_dsv4_dual(int num_heads, int topk) {
   if (topk == 128) {
     switch (num_heads) { case 8: case 16: case 32: case 64: case 128: return go(); default: return 0; }
   }
+  if (topk != 128) return false;
+  if (extra_page_block_size == 64) go(); else if (extra_page_block_size == 2) go();
   switch (num_heads) { /* case 2: */ case 16: case 32: case 64: case 128: %s return go(); default: return false; }
 }
 bool launch(int n) { return dispatch_dsv4_single(n, 128) || dispatch_dsv4_dual(n, 128); }
@@ -254,6 +257,7 @@ def test_prefill_switch_of_06(tmp_path: Path, single: str, dual: str, heads: set
     facts = flashinfer_facts.prefill_facts(tree(tmp_path, prefill_06=PREFILL_06 % (single, dual)))
     assert facts.heads == heads
     assert facts.topk == {128, 512}
+    assert facts.dual_topk == {128}
     assert "sparse_mla_sm120_prefill.cu" in facts.source
 
 
@@ -263,6 +267,7 @@ def test_prefill_of_070_has_the_old_switch_and_topk_as_an_argument(tmp_path: Pat
     facts = flashinfer_facts.prefill_facts(tree(tmp_path, prefill_06=source, binding_070=binding))
     assert facts.heads == {8, 16, 32, 64, 128}
     assert facts.topk == range(64, 2**31, 64)
+    assert facts.dual_topk is None
 
 
 def test_prefill_heads_of_07(tmp_path: Path) -> None:
@@ -281,6 +286,7 @@ def test_prefill_heads_of_07(tmp_path: Path) -> None:
         {"prefill_06": PREFILL_06.replace("dispatch_dsv4_dual(int", "dispatch_dual(int") % ("", "")},
         {"prefill_06": PREFILL_06.replace("topk == ", "topk <= ") % ("", "")},
         {"prefill_06": (PREFILL_06 % ("", "")).partition("#define")[0]},
+        {"prefill_06": PREFILL_06.replace("topk != 128", "topk < 128") % ("", "")},
         {"prefill_07": PREFILL_07},
         {"prefill_07": PREFILL_07, "resolve_07": "m.topk % 64 == 0 m.topk % 32 == 0"},
         {"prefill_07": PREFILL_07.replace("DSV4)", "V4)"), "resolve_07": RESOLVE_07},
@@ -290,6 +296,27 @@ def test_prefill_heads_of_07(tmp_path: Path) -> None:
 def test_sources_of_another_form_are_not_guessed_at(tmp_path: Path, files: dict[str, str]) -> None:
     with pytest.raises((flashinfer_facts.NotReadableError, FileNotFoundError)):
         flashinfer_facts.prefill_facts(tree(tmp_path, **files))
+
+
+@pytest.mark.parametrize(
+    ("attributes", "sizes"),
+    [
+        ({"_DECODE_DSV4_PAGE_BLOCK_SIZE": 64}, ({64}, {2, 64})),
+        ({QUERY: lambda: {"dsv4": SimpleNamespace(page_block_size=64)}}, ({64}, {2, 64})),
+        ({QUERY: lambda: {"dsv4": SimpleNamespace(page_block_size_is_runtime=True)}}, (None, None)),
+    ],
+)
+def test_page_sizes_of_06_and_07(tmp_path: Path, attributes: dict[str, Any], sizes: tuple[Any, Any]) -> None:
+    root = tree(tmp_path, prefill_06=PREFILL_06 % ("", ""))
+    facts = flashinfer_facts.page_facts(module(**attributes), root)
+    assert (facts.sizes, facts.extra_sizes) == sizes
+
+
+@pytest.mark.parametrize("attributes", [{}, {"_DECODE_DSV4_PAGE_BLOCK_SIZE": "64"}])
+def test_page_sizes_of_another_form_are_not_guessed_at(tmp_path: Path, attributes: dict[str, Any]) -> None:
+    root = tree(tmp_path, prefill_06=PREFILL_06 % ("", ""))
+    with pytest.raises(flashinfer_facts.NotReadableError):
+        flashinfer_facts.page_facts(module(**attributes), root)
 
 
 def config(heads: Any, topks: Any = (), runtime: bool = True) -> Any:
@@ -340,14 +367,18 @@ def test_flashinfer_is_assembled_with_a_source_for_each_fact(
     tmp_path: Path, install: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tree(tmp_path, prefill_06=PREFILL_06 % ("", ""))
-    install(installed(tmp_path, _DECODE_MAX_TOKENS=64, _DECODE_DSV4_DISPATCH=PAIRS))
+    table = {"_DECODE_DSV4_DISPATCH": PAIRS, "_DECODE_DSV4_PAGE_BLOCK_SIZE": 64}
+    install(installed(tmp_path, _DECODE_MAX_TOKENS=64, **table))
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.6.17")
     capability = probes.flashinfer_capability((12, 1))
     assert capability is not None
     assert (capability.row_split, capability.version, capability.problems) == (64, "0.6.17", ())
     assert capability.prefill_heads == {16, 32, 64, 128}
     assert capability.decode_heads == {8, 16, 32, 64, 128}
-    assert all(capability.source(f) != "not stated" for f in ("row_split", "prefill_heads", "decode_heads"))
+    assert (capability.page_sizes, capability.extra_page_sizes, capability.layouts) == ({64}, {2, 64}, ("v4",))
+    assert capability.dual_prefill_topk == {128}
+    facts = ("row_split", "prefill_heads", "decode_heads", "page_sizes", "layouts")
+    assert all(capability.source(f) != "not stated" for f in facts)
     eight = plan_width(Call(4096, 8, 64), capability, Policy.sm12x_prefill())
     assert (eight.width, eight.rule) == (64, "heads")
     assert plan_width(Call(4096, 16, 64), capability, Policy.sm12x_prefill()).width == 16

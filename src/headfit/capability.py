@@ -137,6 +137,11 @@ class Capability:
             decode, target_verify and idle call the decode entry); ``row_split`` is then 0.
         prefill_topk, decode_topk: index widths that side accepts, None for any; a frozenset, or a range such as
             ``range(64, 2**31, 64)`` for every multiple of 64.
+        dual_prefill_topk: index widths into the first cache that prefill accepts where there are two caches; None: the
+            same as with one. (FlashInfer 0.6 prefills two caches for a first list of 128 only.)
+        page_sizes, extra_page_sizes: tokens a page of the first and the second cache; None for any. No width depends on
+            these: adapters stage what does not fit.
+        layouts: packed cache layouts, names as in ``headfit.cache``; empty where that is not stated.
         version: of the installed package, where it has one.
         sources: fact name -> where it was read; a mapping or pairs, kept as a tuple of pairs.
         problems: what could not be read; shown by ``headfit doctor``.
@@ -156,6 +161,10 @@ class Capability:
     version: str | None = None
     sources: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
     problems: tuple[str, ...] = ()
+    dual_prefill_topk: Container[int] | None = None
+    page_sizes: Container[int] | None = None
+    extra_page_sizes: Container[int] | None = None
+    layouts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.family, str) or not self.family:
@@ -171,7 +180,7 @@ class Capability:
         object.__setattr__(self, "row_split", _integer("row_split", self.row_split, 0))
         for name in ("prefill_heads", "decode_heads"):
             object.__setattr__(self, name, _counts(name, getattr(self, name)))
-        for name in ("prefill_topk", "decode_topk"):
+        for name in ("prefill_topk", "decode_topk", "dual_prefill_topk", "page_sizes", "extra_page_sizes"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _widths(name, getattr(self, name)))
         if self.fork not in ("rows", "entry"):
@@ -183,6 +192,7 @@ class Capability:
         pairs = self.sources.items() if isinstance(self.sources, Mapping) else self.sources
         object.__setattr__(self, "sources", tuple((str(k), str(v)) for k, v in pairs))
         object.__setattr__(self, "problems", tuple(str(p) for p in self.problems))
+        object.__setattr__(self, "layouts", tuple(str(name) for name in self.layouts))
 
     @classmethod
     def unreadable(
@@ -213,8 +223,10 @@ class Capability:
         """Head counts that the kernel of this side accepts."""
         return cast("frozenset[int]", self.prefill_heads if side == "prefill" else self.decode_heads)
 
-    def topk(self, side: Side) -> range | frozenset[int] | None:
-        """Index widths that the kernel of this side accepts, None for any."""
+    def topk(self, side: Side, two_caches: bool = False) -> range | frozenset[int] | None:
+        """Index widths into the first cache that the kernel of this side accepts, None for any."""
+        if two_caches and side == "prefill" and self.dual_prefill_topk is not None:
+            return cast("range | frozenset[int]", self.dual_prefill_topk)
         return cast("range | frozenset[int] | None", self.prefill_topk if side == "prefill" else self.decode_topk)
 
 
@@ -260,11 +272,13 @@ def smallest_listed(heads: frozenset[int], at_least: int) -> int | None:
 
 def topk_problem(call: Call, capability: Capability) -> str | None:
     """Why the kernel takes this topk at no head count, or None. Such a call keeps its pad: width is not the matter."""
-    listed = capability.topk(side_of(call, capability))
+    two = call.extra_topk > 0
+    listed = capability.topk(side_of(call, capability), two)
     if listed is None or call.topk in listed:
         return None
+    where = " into the first of two caches" if two and listed is capability.dual_prefill_topk else ""
     return (
-        f"{kernel_of(call, capability)} takes topk {words(listed)}, not {call.topk}, at any head count; "
+        f"{kernel_of(call, capability)} takes topk {words(listed)}{where}, not {call.topk}, at any head count; "
         "pad the index rows or choose another backend"
     )
 

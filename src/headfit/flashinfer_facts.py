@@ -10,7 +10,10 @@ Where each fact stands:
   ``supported_sparse_mla_sm120_configs()``, because the pairs have become an envelope;
 - prefill heads and topk: only in the shipped CUDA source. Up to 0.7.0 two functions of ``sparse_mla_sm120_prefill.cu``
   switch over ``num_heads``; from 0.7.1 ``visit_prefill_heads`` of ``attention_plan.h`` lists them. From 0.7.0 topk has
-  to be a multiple only. In all of 0.7.0 to 0.7.4 decode takes any 1..128 heads, and prefill a closed list.
+  to be a multiple only. In all of 0.7.0 to 0.7.4 decode takes any 1..128 heads, and prefill a closed list;
+- topk with two caches: up to 0.6.18 the prefill over two caches returns early unless the first list is 128 wide;
+- page sizes: ``_DECODE_DSV4_PAGE_BLOCK_SIZE`` and the comparisons of ``dispatch_dsv4_dual`` up to 0.7.0, after that
+  ``page_block_size_is_runtime`` of the public function.
 """
 
 from __future__ import annotations
@@ -36,10 +39,23 @@ class NotReadableError(Exception):
 
 @dataclass(frozen=True)
 class SideFacts:
-    """Head counts and index widths of one kernel, and where they were read. ``topk`` None: any."""
+    """Head counts and index widths of one kernel, and where they were read. ``topk`` None: any.
+
+    ``dual_topk``: widths of the first list where there are two caches; None: the same.
+    """
 
     heads: frozenset[int]
     topk: frozenset[int] | range | None
+    source: str
+    dual_topk: frozenset[int] | None = None
+
+
+@dataclass(frozen=True)
+class PageFacts:
+    """Tokens a page of the first and of the second cache, None for any, and where they were read."""
+
+    sizes: frozenset[int] | None
+    extra_sizes: frozenset[int] | None
     source: str
 
 
@@ -97,6 +113,30 @@ def prefill_facts(root: Path) -> SideFacts:
     raise NotReadableError(f"the package ships neither {_PREFILL_06} nor {_PREFILL_07}")
 
 
+def page_facts(module: ModuleType, root: Path) -> PageFacts:
+    """Page sizes of the 584-byte DeepSeek-V4 caches; ``root`` is the package's folder.
+
+    Raises:
+        NotReadableError: they are not where they are known to stand.
+    """
+    query = getattr(module, "supported_sparse_mla_sm120_configs", None)
+    config = query()["dsv4"] if query is not None else None
+    if getattr(config, "page_block_size_is_runtime", False) is True:
+        return PageFacts(None, None, f"{MODULE}.supported_sparse_mla_sm120_configs()['dsv4']")
+    source = f"{MODULE}._DECODE_DSV4_PAGE_BLOCK_SIZE"
+    size = getattr(module, "_DECODE_DSV4_PAGE_BLOCK_SIZE", None)
+    if size is None and config is not None:
+        size = getattr(config, "page_block_size", None)
+        source = f"{MODULE}.supported_sparse_mla_sm120_configs()['dsv4']"
+    path = root / _PREFILL_06
+    if not path.is_file():
+        raise NotReadableError(f"pages are of fixed sizes, and the package does not ship {_PREFILL_06}")
+    body = _body(_source(path), r"\bbool\s+dispatch_dsv4_dual\s*\(", path.name)
+    extra = {int(n) for n in re.findall(r"\bextra_page_block_size\s*==\s*(\d+)", body)}
+    extra_source = f"flashinfer/{_PREFILL_06}: extra_page_block_size in dispatch_dsv4_dual"
+    return PageFacts(_counts([size], source), _counts(extra, extra_source), f"{source}; {extra_source}")
+
+
 def package_root(module: ModuleType) -> Path:
     """The ``flashinfer`` folder that ``module`` was loaded from.
 
@@ -141,6 +181,7 @@ def _prefill_06(path: Path) -> SideFacts:
     text, where = _source(path), path.name
     heads: frozenset[int] | None = None
     topk: frozenset[int] | range = frozenset()
+    dual: frozenset[int] | None = None
     for function in ("dispatch_dsv4_single", "dispatch_dsv4_dual"):  # one cache, and window + extra cache
         body = _body(text, rf"\bbool\s+{function}\s*\(", where)
         switches = re.split(r"switch\s*\(\s*num_heads\s*\)", body)[1:]
@@ -151,11 +192,16 @@ def _prefill_06(path: Path) -> SideFacts:
             heads = listed if heads is None else heads & listed
         if function == "dispatch_dsv4_single":
             topk = frozenset(int(n) for n in re.findall(r"\btopk\s*==\s*(\d+)", body))
+        elif topk:  # topk is a template argument here, so an early return has to name those that exist
+            dual = frozenset(int(n) for n in re.findall(r"\btopk\s*!=\s*(\d+)\s*\)\s*return\s+false", body))
+            if len(dual) != 1:
+                raise NotReadableError(f"{where}: {function} does not return early for all topk but one")
     if not topk:  # 0.7.0: topk has become an argument of the kernel, and the binding asks for a multiple
         topk = _multiple(path.with_name(_BINDING_070), r"ICHECK_EQ\(\s*topk\s*%\s*(\d+)\s*,\s*0\s*\)")
     if not heads or not topk:
         raise NotReadableError(f"{where}: no head count or no topk is common to its dispatch functions")
-    return SideFacts(heads, topk, f"flashinfer/{_PREFILL_06}: switch (num_heads) in dispatch_dsv4_single and _dual")
+    source = f"flashinfer/{_PREFILL_06}: switch (num_heads) in dispatch_dsv4_single and _dual"
+    return SideFacts(heads, topk, source, dual)
 
 
 def _prefill_07(path: Path, topk_path: Path) -> SideFacts:

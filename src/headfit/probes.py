@@ -1,7 +1,8 @@
 """What is installed here and what it accepts, each fact with its source. What cannot be read keeps the pad.
 
 Belongs here: `decode_max_rows`, `probe` and the assembling of a `Capability`. Does not belong here: deciding a width,
-running a kernel, knowing how a particular package writes its tables (`headfit.flashinfer_facts`).
+running a kernel, knowing how a particular package writes its tables (`headfit.flashinfer_facts`,
+`headfit.flashmla_facts`).
 
 Importing this module imports nothing foreign; calling it may import FlashInfer, if that is installed. (Its name is not
 `probe`, because a submodule of that name would take the place of the public function `headfit.probe`.)
@@ -20,6 +21,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Final
 
 from headfit import flashinfer_facts as facts
+from headfit import flashmla_facts
 from headfit.capability import MAX_HEADS, NO_BATCH_EXCEEDS, PAD_HEADS, Capability
 
 if TYPE_CHECKING:
@@ -87,8 +89,11 @@ def row_split(family: str = FLASHINFER) -> RowSplit:
 def probe(device: torch.device | str | int | None = None) -> dict[str, Capability]:
     """What the kernel families installed here accept on ``device``: family -> `Capability`, each fact with its source.
 
-    Covered: every backend of headfit that is usable here, and FlashInfer's SM120 sparse MLA where it is installed and
-    the device is an SM12x, or there is none. A family that is there but cannot be read is listed with every pad kept.
+    Covered: every backend of headfit that is usable here; FlashInfer's SM120 sparse MLA (``flashinfer_sm120``) where
+    it is installed and the device is an SM12x, or there is none; and each installed copy of FlashMLA
+    (``flashmla_vllm``, ``flashmla_sgl``, ``flashmla_standalone``, ``flashmla_sgl_kernel``) where the device is an SM90
+    or SM100, or there is none. A backend says what headfit launches through it, these what the package itself takes. A
+    family that is there but cannot be read is listed with every pad kept, and says so in ``problems``.
 
     Args:
         device: a CUDA device or its index, ``"cpu"``, or None for the current CUDA device, if there is one.
@@ -103,7 +108,18 @@ def probe(device: torch.device | str | int | None = None) -> dict[str, Capabilit
         flashinfer = flashinfer_capability(cc)
         if flashinfer is not None:
             found[FLASHINFER] = flashinfer
+    for copy in flashmla_capabilities(cc):
+        found[copy.family] = copy
     return found
+
+
+def flashmla_capabilities(cc: tuple[int, int] | None) -> tuple[Capability, ...]:
+    """What the installed copies of FlashMLA accept on ``cc``; empty where it has no kernels for that GPU."""
+    copies = tuple(flashmla_facts.installed(cc)) if flashmla_facts.served(cc) else ()
+    for copy in copies:
+        for problem in copy.problems:
+            _log_once(f"what {copy.family} accepts could not be read, so it keeps its pad: {problem}")
+    return copies
 
 
 def backend_capability(name: str, cc: tuple[int, int] | None) -> Capability:
@@ -134,6 +150,7 @@ def flashinfer_capability(cc: tuple[int, int] | None) -> Capability | None:
     problems: list[str] = []
     decode = _side(lambda: facts.decode_facts(module), "decode", problems)
     prefill = _side(lambda: facts.prefill_facts(facts.package_root(module)), "prefill", problems)
+    pages = _pages(module, problems)
     return Capability(
         FLASHINFER,
         cc,
@@ -143,8 +160,18 @@ def flashinfer_capability(cc: tuple[int, int] | None) -> Capability | None:
         prefill_topk=prefill.topk,
         decode_topk=decode.topk,
         version=version,
-        sources={"row_split": split.source, "prefill_heads": prefill.source, "decode_heads": decode.source},
+        sources={
+            "row_split": split.source,
+            "prefill_heads": prefill.source,
+            "decode_heads": decode.source,
+            "page_sizes": pages.source,
+            "layouts": "these are its functions for the 584-byte DeepSeek-V4 cache",
+        },
         problems=tuple(problems),
+        dual_prefill_topk=prefill.dual_topk,
+        page_sizes=pages.sizes,
+        extra_page_sizes=pages.extra_sizes,
+        layouts=("v4",),
     )
 
 
@@ -171,6 +198,15 @@ def _side(read: Callable[[], facts.SideFacts], side: str, problems: list[str]) -
         return facts.SideFacts(
             frozenset({PAD_HEADS, MAX_HEADS}), None, "not readable, so only the widths stacks pad to"
         )
+
+
+def _pages(module: ModuleType, problems: list[str]) -> facts.PageFacts:
+    try:
+        return facts.page_facts(module, facts.package_root(module))
+    except Exception as error:
+        problems.append(f"page sizes: {_text(error)}")
+        known = frozenset({64})  # every release takes pages of 64; no width depends on this
+        return facts.PageFacts(known, known, "not readable, so only what every release takes")
 
 
 def _import_flashinfer() -> tuple[ModuleType | None, str]:

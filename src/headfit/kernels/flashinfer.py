@@ -90,7 +90,7 @@ def describe(module: ModuleType) -> Installed:
     except metadata.PackageNotFoundError:
         version = None
     query = getattr(module, "supported_sparse_mla_sm120_configs", None)
-    any_page = bool(query is not None and query()["dsv4"].page_block_size_is_runtime)
+    any_page = query is not None and getattr(query()["dsv4"], "page_block_size_is_runtime", False) is True
     return Installed(
         module,
         version,
