@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from headfit import doctor, gpus, kernels, probes
+from headfit import doctor, gpus, kernels, machine, probes
 from headfit.doctor import doctor_command, render, to_json
 from headfit.width import NO_BATCH_EXCEEDS, Capability
 
@@ -179,8 +179,8 @@ def test_odd_machines_are_reported_and_do_not_raise(monkeypatch: pytest.MonkeyPa
     assert "accepted are native" in facts["HEADFIT_WIDTH"].value
     version = tmp_path / "version"
     version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Tue Sep\nGCC version: 12.3.0\n")
-    assert doctor._driver(version) == "580.95.05"
-    assert doctor._driver(tmp_path / "nope") is None
+    assert machine.driver(version) == "580.95.05"
+    assert machine.driver(tmp_path / "nope") is None
 
 
 def test_a_broken_flashinfer_does_not_break_the_doctor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -317,6 +317,9 @@ def doctor(
     gpu: Annotated[str | None, typer.Option(help="A GPU that need not be here: h200, sm_120, 9.0.")] = None,
     policy: Annotated[str | None, typer.Option(help=f"Width policy: {', '.join(data.POLICIES)}.")] = None,
     family: Annotated[str | None, typer.Option(help="One kernel family only, such as triton.")] = None,
+    flashinfer: Annotated[str | None, typer.Option(help="A FlashInfer release that need not be here: 0.6.17.")] = None,
+    sglang: Annotated[str | None, typer.Option(help="An SGLang release that need not be here: 0.5.18.")] = None,
+    vllm: Annotated[str | None, typer.Option(help="A vLLM release that need not be here: 0.33.0.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> int:
     """Say what is installed here, which head counts each kernel takes, and which width a model would run at."""
@@ -325,7 +328,9 @@ def doctor(
     from headfit import doctor as clinic
 
     try:
-        found = clinic.doctor_command(model=model, tp=tp, gpu=gpu, policy=policy, family=family)
+        found = clinic.doctor_command(
+            model=model, tp=tp, gpu=gpu, policy=policy, family=family, flashinfer=flashinfer, sglang=sglang, vllm=vllm
+        )
     except (ValueError, OSError) as error:
         raise ranks.InputError(str(error)) from None
     if as_json:
