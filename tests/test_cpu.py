@@ -369,6 +369,19 @@ def test_wide_range_of_scales_and_large_queries(seed):
     assert torch.allclose(lse.double(), expected_lse, rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_default_dtype_and_device_change_no_bit(dtype, seed):
+    case = make(3, 2, 9, (130, 40))
+    before = case.run()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            after = case.run()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert same(before, after)
+
+
 def test_capability():
     found = cpu.capability(None)
     assert found.family == "cpu"

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ DECODE_ROWS = 1024  # rows decoded at once: fewer pays the overhead of an operat
 DENSE_SLOTS = 1 << 23  # up to here a map over all slots finds the repeated ones (5 bytes a slot)
 DENSE_RATIO = 16  # and only where the map is at most this many times longer than the list of lanes
 
+_CPU: Final = torch.device("cpu")  # stated at every allocation: a caller may have set other defaults, bfloat16 or a GPU
+_F32: Final = torch.float32
 _E4M3_IN_F32 = 0x87F00000 - (1 << 32)  # sign, and the low bits of the exponent with the mantissa, as int32
 _E4M3_BIAS = 120  # the exponent of float32 less that of e4m3: bits moved over are 2^-120 of their value
 
@@ -107,12 +110,13 @@ class _Buffers:
     def __init__(self, rows: int, tiles: int, h_q: int, d_qk: int) -> None:
         self.cuts = list(_head_cuts(h_q))
         sizes = [size for _, size in self.cuts]
-        self.keys = torch.empty(rows * tiles * KEY_TILE * d_qk)
-        self.scores = [torch.empty(rows * tiles * KEY_TILE * size) for size in sizes]
-        self.q = [torch.zeros(rows, size, d_qk) for size in sizes]  # the heads that pad a tile stay zero
-        self.acc = [torch.empty(rows, size, D_V) for size in sizes]
-        self.top: list[Tensor] = [torch.empty(0)] * len(sizes)  # of the group at hand: largest logit, sum of weights
-        self.total: list[Tensor] = [torch.empty(0)] * len(sizes)
+        self.keys = torch.empty(rows * tiles * KEY_TILE * d_qk, dtype=_F32, device=_CPU)
+        self.scores = [torch.empty(rows * tiles * KEY_TILE * size, dtype=_F32, device=_CPU) for size in sizes]
+        self.q = [torch.zeros(rows, size, d_qk, dtype=_F32, device=_CPU) for size in sizes]  # pad heads stay zero
+        self.acc = [torch.empty(rows, size, D_V, dtype=_F32, device=_CPU) for size in sizes]
+        none = torch.empty(0, dtype=_F32, device=_CPU)
+        self.top: list[Tensor] = [none] * len(sizes)  # of the group at hand: largest logit, sum of weights
+        self.total: list[Tensor] = [none] * len(sizes)
 
 
 def run(call: SparseCall) -> None:
@@ -265,7 +269,7 @@ def _write_cut(
         weight.div_(1.0 + (call.attn_sink[heads] - lse).exp_())
     acc.mul_(weight[:, :, None])
     if any(empty):
-        dead = torch.tensor(empty)[:, None]
+        dead = torch.tensor(empty, device=_CPU)[:, None]
         acc.masked_fill_(dead[:, :, None], 0.0)
         lse.masked_fill_(dead, inf)
         top.masked_fill_(dead, -inf)
@@ -289,7 +293,7 @@ def _span(segment: _Segment, start: int, stop: int, first: int) -> _Span | None:
     None if the slots do not fit a table, which cannot happen to one row.
     """
     last = min(first + TABLE_TILES, segment.tiles)
-    lanes = torch.full((stop - start, (last - first) * KEY_TILE), -1, dtype=torch.int64)
+    lanes = torch.full((stop - start, (last - first) * KEY_TILE), -1, dtype=torch.int64, device=_CPU)
     found: list[tuple[KeySet, Tensor]] = []
     size = tile = 0
     for part in segment.sets:
@@ -305,9 +309,9 @@ def _span(segment: _Segment, start: int, stop: int, first: int) -> _Span | None:
         return None
     lanes.masked_fill_(lanes < 0, size)
     lanes = lanes.view(stop - start, last - first, KEY_TILE)
-    numbers = torch.arange(1, last - first + 1)
+    numbers = torch.arange(1, last - first + 1, device=_CPU)
     used: list[int] = ((lanes != size).any(2) * numbers).amax(1).tolist()
-    table = torch.empty(size + 1, segment.q.shape[2])
+    table = torch.empty(size + 1, segment.q.shape[2], dtype=_F32, device=_CPU)
     table[size] = 0.0
     at = 0
     for keys, slots in found:
@@ -325,14 +329,14 @@ def _look_up(part: _Set, start: int, stop: int, begin: int, end: int, lanes: Ten
     index = part.indices[start:stop, begin:end].long()
     valid = (index >= 0) & (index < keys.slots)
     if part.lengths is not None:
-        valid &= torch.arange(begin, end) < part.lengths[start:stop, None]
+        valid &= torch.arange(begin, end, device=_CPU) < part.lengths[start:stop, None]
     chosen = index[valid]
     if keys.slots <= min(DENSE_SLOTS, DENSE_RATIO * index.numel()):
-        seen = torch.zeros(keys.slots, dtype=torch.bool).index_fill_(0, chosen, True)
+        seen = torch.zeros(keys.slots, dtype=torch.bool, device=_CPU).index_fill_(0, chosen, True)
         slots = seen.nonzero().view(-1)
         place = seen.cumsum(0, dtype=torch.int32).index_select(0, chosen).long() - 1
     else:
-        slots, place = chosen, torch.arange(chosen.numel())
+        slots, place = chosen, torch.arange(chosen.numel(), device=_CPU)
     lanes.masked_scatter_(valid, place.add_(base))
     return slots
 
