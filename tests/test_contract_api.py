@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import headfit
-from headfit import kernels
+from headfit import checks, kernels
 from headfit.cache import page_bytes
 from headfit.geometry import Geometry
 from headfit.kernels import cpu
@@ -294,6 +294,35 @@ def test_no_rows_no_launch(spy):
     call = build(CallSpec(ROUTES["v4"], batch=0))
     call.run("spy")
     assert spy.calls == []
+
+
+def test_a_broken_kernel_package_takes_no_other_backend_with_it(monkeypatch):
+    def broken() -> str:
+        raise RuntimeError("no libcuda")
+
+    monkeypatch.setattr(kernels.importlib, "import_module", lambda name: ModuleType(name))
+    assert "AttributeError" in (kernels.why_not("triton") or "")
+    monkeypatch.setattr(kernels.importlib, "import_module", lambda name: broken())
+    assert kernels.why_not("triton") == "it cannot be loaded: RuntimeError: no libcuda"
+    assert kernels.backends() == ()
+
+
+@pytest.mark.parametrize("scale", [10**400, -(10**400), 1e39])
+def test_a_scale_that_float32_cannot_hold(scale):
+    with pytest.raises(ValueError, match=r"sm_scale: got -?1.*accepted is a finite float32 number"):
+        checks.softmax_scale("sm_scale", scale, 512)
+
+
+def test_a_compiled_call_takes_another_scale():
+    q, kv = torch.randn(2, 3, 512).bfloat16(), torch.randn(4, 1, 512).bfloat16()
+    lanes = torch.zeros(2, 1, 3, dtype=torch.int32)
+
+    def call(scale: float) -> torch.Tensor:
+        return headfit.flash_mla_sparse_fwd(q, kv, lanes, scale, backend="cpu")[2]
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for scale in (0.1, 0.2, 0.3):
+        assert torch.equal(compiled(scale), call(scale))
 
 
 def test_an_explicit_backend_never_falls_back(spy):

@@ -6,7 +6,6 @@ of a tensor: only dtypes, shapes, strides and devices are looked at.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from headfit.call import D_V, KeySet
 
 D_QK = (512, 576)  # DeepSeek-V4; DeepSeek-V3.2 and GLM (CONTRACT, Shapes)
 MAX_HEADS = 128
+MAX_SCALE = torch.finfo(torch.float32).max  # kernels multiply in float32
 
 
 def tensor(name: str, value: Any, dtype: torch.dtype | tuple[torch.dtype, ...], shape: str) -> Tensor:
@@ -78,8 +78,8 @@ def softmax_scale(name: str, value: Any, d_qk: int) -> float:
         return d_qk**-0.5
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: got {type(value).__name__}, accepted is a Python float, or None for d_qk ** -0.5")
-    if not math.isfinite(value):
-        raise ValueError(f"{name}: got {value}, accepted is a finite number")
+    if not -MAX_SCALE <= value <= MAX_SCALE:  # NaN too; not math.isfinite, which torch.compile cannot trace
+        raise ValueError(f"{name}: got {value}, accepted is a finite float32 number")
     return float(value)
 
 

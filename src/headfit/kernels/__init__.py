@@ -52,9 +52,11 @@ def why_not(name: str) -> str | None:
     entry = REGISTRY[name]
     try:
         module = importlib.import_module(entry.module)
+        reason: str | None = module.available()
     except ImportError as error:
         return f"{error}; {entry.install_hint}"
-    reason: str | None = module.available()
+    except Exception as error:  # a broken installation raises anything, and must not take the other backends with it
+        return f"it cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return reason
 
 
