@@ -82,7 +82,7 @@ def layout_of(bytes_per_token: int) -> Layout:
 def _named(layout: str | Layout) -> Layout:
     if isinstance(layout, Layout):
         return layout
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout: got {layout!r}; accepted: {', '.join(LAYOUTS)}.")
     return LAYOUTS[layout]
 
@@ -93,9 +93,11 @@ def page_bytes(page_size: int, layout: str | Layout = "v4") -> int:
     ``v4``: 64 -> 37440, 256 -> 149760, 2 -> 1728, 1 -> 1152. ``v32`` does not round.
 
     Raises:
-        ValueError: `page_size` below 1 or unknown layout.
+        ValueError: `page_size` below 1 or unknown layout. TypeError: `page_size` is no integer.
     """
     fmt = _named(layout)
+    if isinstance(page_size, bool) or not hasattr(page_size, "__index__"):
+        raise TypeError(f"page_size: got {page_size!r}; accepted: an integer, 1 and above.")
     if page_size < 1:
         raise ValueError(f"page_size: got {page_size}; accepted: 1 and above.")
     used = page_size * fmt.bytes_per_token
@@ -223,9 +225,10 @@ def pack_kv(kv: Tensor, page_size: int, layout: str | Layout = "v4") -> Tensor:
 
     Raises:
         ValueError: width other than d_qk, page_size below 1, unknown layout.
-        TypeError: `kv` is not floating point.
+        TypeError: `kv` is no tensor or not floating point, or page_size no integer.
     """
     fmt = _named(layout)
+    _check_tensor("kv", kv)
     if kv.dim() == 0:
         raise ValueError(f"kv: got a scalar; accepted: [..., {fmt.d_qk}].")
     n = prod(kv.shape[:-1])
@@ -242,7 +245,24 @@ def unpack_kv(k_cache: Tensor, layout: str | Layout | None = None) -> Tensor:
 
     `k_cache` is packed (uint8 or float8_e4m3fn) or plain bf16 pages ``[pages, page_size, 1, d_qk]``; `layout` None
     recognises the layout by the bytes a token takes.
+
+    Raises:
+        ValueError: another shape, bytes a token or layout; packed pages whose rows do not follow one another.
+        TypeError: `k_cache` is no tensor, or of another dtype.
     """
+    _check_tensor("k_cache", k_cache)
+    if k_cache.dtype == torch.bfloat16:
+        _check_pages(k_cache)
+        if layout is not None:
+            raise ValueError(f"layout: got {_named(layout).name}, but k_cache holds plain bfloat16 rows; pass None.")
+    else:
+        fmt = _check_packed(k_cache, layout)
+        token = fmt.bytes_per_token
+        if k_cache.stride(3) != 1 or (k_cache.shape[1] > 1 and k_cache.stride(1) != token):
+            raise ValueError(
+                f"k_cache: got strides {k_cache.stride()}; accepted: stride(1) = {token} and stride(3) = 1, "
+                "the page stride is free."
+            )
     slots = torch.arange(k_cache.shape[0] * k_cache.shape[1], device=k_cache.device)
     chunks = [gather_rows(k_cache, part, layout) for part in torch.split(slots, _PACK_ROWS)]
     return torch.cat(chunks)
@@ -320,11 +340,20 @@ def _check_rows(name: str, rows: Tensor, width: int) -> None:
         raise ValueError(f"{name}: got shape {list(rows.shape)}; accepted: [n, {width}].")
 
 
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: got {type(value).__name__}; accepted: a torch.Tensor.")
+
+
+def _check_pages(k_cache: Tensor) -> None:
+    if k_cache.dim() != 4 or k_cache.shape[2] != 1:
+        raise ValueError(f"k_cache: got shape {list(k_cache.shape)}; accepted: [pages, page_size, 1, bytes_per_token].")
+
+
 def _check_packed(k_cache: Tensor, layout: str | Layout | None) -> Layout:
     if k_cache.dtype not in (torch.uint8, torch.float8_e4m3fn):
         raise TypeError(f"k_cache: got {k_cache.dtype}; accepted: uint8 or float8_e4m3fn pages.")
-    if k_cache.dim() != 4 or k_cache.shape[2] != 1:
-        raise ValueError(f"k_cache: got shape {list(k_cache.shape)}; accepted: [pages, page_size, 1, bytes_per_token].")
+    _check_pages(k_cache)
     found = layout_of(k_cache.shape[3])
     if layout is not None and _named(layout) != found:
         asked = _named(layout).name
