@@ -232,6 +232,16 @@ def test_bad_input_is_one_line_that_says_what_to_do(name, tmp_path, capfd, monke
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_without_transformers_the_remedy_comes_before_any_rank(monkeypatch, capfd):
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    monkeypatch.setattr(launch, "run_ranks", lambda *a, **k: pytest.fail("ranks were started"))
+    assert cli.run(["compare"]) == 2
+    assert capfd.readouterr().err == "headfit: transformers is not installed; pip install 'headfit[compare]'\n"
+
+
 def test_empty_prompt(tmp_path, capfd):
     (tmp_path / "empty").touch()
     assert cli.run(["compare", "--prompt", str(tmp_path / "empty")]) == 2

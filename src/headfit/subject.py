@@ -39,7 +39,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 def check_options(options: data.Options) -> None:
     """Raise InputError for a prompt that cannot be read, a folder that is no checkpoint, ranks that do not divide the
-    heads.
+    heads, or a Transformers that is missing or too old.
     """
     heads = 64 if options.model is None else _check_checkpoint(Path(options.model).expanduser())
     if options.tp < 1:
@@ -49,6 +49,12 @@ def check_options(options: data.Options) -> None:
         raise InputError(f"--tp {options.tp} does not divide the model's {heads} heads: use one of {fitting}")
     if options.prompt is not None:
         _read_file(Path(options.prompt).expanduser())
+    from headfit.engines import require
+
+    try:
+        require("transformers")
+    except ImportError as error:
+        raise InputError(str(error)) from None
 
 
 def _check_checkpoint(folder: Path) -> int:
