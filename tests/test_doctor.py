@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import json
 import sys
@@ -22,6 +23,15 @@ def shown(report: doctor.Report, width: int = 100) -> str:
     out = io.StringIO()
     Console(width=width, file=out).print(render(report))
     return out.getvalue()
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without GPU, engines and their kernels."""
+    monkeypatch.setattr(machine, "version_of", lambda name: None)
+    monkeypatch.setattr(machine, "gpu_here", lambda: (None, "no CUDA device"))
+    monkeypatch.setattr(probes, "flashinfer_capability", lambda cc: None)
+    monkeypatch.setattr(probes, "flashmla_capabilities", lambda cc: ())
 
 
 @pytest.fixture
@@ -88,6 +98,138 @@ def test_flashinfer_on_sm12x_has_its_own_rows(monkeypatch: pytest.MonkeyPatch) -
     assert {f.family for f in doctor_command(tp=4, gpu="h200").families} != {probes.FLASHINFER}
     only = doctor_command(tp=4, gpu="gb10", family=probes.FLASHINFER)
     assert [f.family for f in only.families] == [probes.FLASHINFER]
+
+
+# ------------------------------------------------------------------------------- releases that need not be here
+
+
+@pytest.mark.usefixtures("nothing_installed")
+def test_a_flashinfer_that_is_not_here_answers_from_its_record() -> None:
+    report = doctor_command(tp=8, gpu="gb10", flashinfer="0.6.17", policy="native")
+    family = report.families[-1]
+    assert (family.family, family.version, family.prefill_heads) == (probes.FLASHINFER, "0.6.17", {16, 32, 64, 128})
+    widths = {(r.phase, r.rows): r.width for r in report.table if r.family == probes.FLASHINFER}
+    assert widths[("prefill", 4096)] == 16
+    assert widths[("decode", 1)] == 8
+    assert doctor_command(tp=8, flashinfer="0.6.17").compute_capability == (12, 0)  # its kernels' GPU, if none is here
+    elsewhere = doctor_command(tp=8, gpu="h200", flashinfer="0.6.17")
+    assert [f.family for f in elsewhere.others] == [probes.FLASHINFER]
+    assert "recorded: flashinfer" in shown(elsewhere, 200)
+
+
+@pytest.mark.usefixtures("nothing_installed")
+def test_releases_that_are_not_recorded_keep_the_pad_and_are_named() -> None:
+    report = doctor_command(tp=8, gpu="gb10", flashinfer="0.6.99", sglang="0.5.99", policy="native")
+    assert {r.width for r in report.table if r.family == probes.FLASHINFER} == {64}
+    assert {s.width for r in report.table for s in r.stacks if s.stack == "sglang"} == {64}
+    text = " ".join(shown(report, 200).split())
+    assert "flashinfer_sm120 0.6.99 is not recorded" in text
+    assert "SGLang 0.5.99 is not recorded" in text
+    assert "no other release is taken for it" in text
+
+
+@pytest.mark.usefixtures("nothing_installed")
+@pytest.mark.parametrize(
+    ("gpu", "sglang", "prefill", "decode"),
+    [
+        ("h200", "0.5.18", 64, 64),
+        ("b200", "0.5.23", 64, 64),
+        ("gb10", "0.5.18", 64, 64),
+        ("gb10", "0.5.20", 16, 16),
+    ],
+)
+def test_what_todays_stacks_launch(gpu: str, sglang: str, prefill: int, decode: int) -> None:
+    report = doctor_command(tp=4, gpu=gpu, sglang=sglang, vllm="0.33.0", family="triton")
+    assert [s.stack for s in report.table[0].stacks] == ["sglang", "vllm"]
+    ours = {r.rows: r.stacks[0] for r in report.table if r.phase != "verify"}
+    assert (ours[4096].width, ours[1].width) == (prefill, decode)
+    assert ours[4096].wasted == 1 - 16 / prefill
+    text = shown(report)
+    assert sglang in text
+    assert "0.33.0" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.usefixtures("nothing_installed")
+def test_the_kernels_that_an_engine_brings_are_shown() -> None:
+    report = doctor_command(tp=8, gpu="h200", sglang="0.5.23", vllm="0.33.0")
+    heads = {f.family: f.prefill_heads for f in report.others}
+    assert heads == {"flashmla_vllm": {8, 16, 32, 64, 128}, "flashmla_sgl": {64, 128}}
+    on_sm12x = doctor_command(tp=8, gpu="gb10", sglang="0.5.18")
+    assert on_sm12x.families[-1].version == "0.6.17"  # what that SGLang requires
+    assert on_sm12x.others == ()
+
+
+@pytest.mark.usefixtures("nothing_installed")
+def test_layouts_and_the_advice_are_in_both_forms() -> None:
+    report = doctor_command(gpu="h200", policy="native")
+    assert [(x.tp, x.dp) for x in report.layouts] == [(1, 8), (2, 4), (4, 2), (8, 1)]
+    assert [x.wasted_today for x in report.layouts] == [0, 0.5, 0.75, 0.875]
+    assert {x.wasted for x in report.layouts} == {0}
+    text = " ".join(shown(report).split())
+    assert "today: TP1 x DP8 wastes least" in text
+    assert "TP8 x DP1 wastes 88% and holds 8 copies of the cache" in text
+    assert "assumed:" in text
+    data = json.loads(to_json(report))
+    assert data["layouts"][3]["kv_copies"] == 8
+    assert data["advice"][0].startswith("today: TP1 x DP8")
+    assert data["table"][0]["stacks"][0]["stack"] == "sglang"
+    assert [(x.tp, x.dp) for x in doctor_command(tp=2, gpu="h200").layouts] == [(1, 2), (2, 1)]
+
+
+def test_a_release_that_is_installed_is_asked_and_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        machine, "version_of", lambda name: {"flashinfer-python": "0.6.17", "sglang": "0.5.20"}.get(name)
+    )
+    mine = Capability(probes.FLASHINFER, (12, 0), 64, {4, 64}, {4, 64}, version="0.6.17")
+    monkeypatch.setattr(probes, "flashinfer_capability", lambda cc: mine)
+    report = doctor_command(tp=16, gpu="sm_120")
+    assert "installed here, with FlashInfer 0.6.17" in report.stacks[0]
+    assert {r.stacks[0].width for r in report.table} == {4}
+    asked = doctor_command(tp=16, gpu="sm_120", flashinfer="0.6.18")
+    assert asked.families[-1].prefill_heads == {8, 16, 32, 64, 128}
+    assert {r.stacks[0].width for r in asked.table} == {None, 64}  # SGLang 0.5.20 launches 4 in prefill, unasked
+
+
+# ------------------------------------------------------------------------------------------------------------ plug-ins
+
+
+@pytest.mark.parametrize("plugin", machine.PLUGINS, ids=lambda p: p.engine)
+def test_plug_ins_say_why_they_are_not_active(plugin: machine.Plugin, monkeypatch: pytest.MonkeyPatch) -> None:
+    tested = {"sglang": "0.5.20", "vllm": "0.33.0"}[plugin.engine]
+    installed = {plugin.engine: tested}
+    points = [importlib.metadata.EntryPoint("headfit", f"{plugin.module}:register", plugin.group)]
+    monkeypatch.setattr(machine, "version_of", installed.get)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: installed.get(name, "1.0"))
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points if group == plugin.group else [])
+    for name in ("HEADFIT_WIDTH", "SGLANG_OPT_DSV4_UNPAD_PREFILL_MLA_HEADS", plugin.only):
+        monkeypatch.delenv(name, raising=False)
+    assert machine.plugin_problem(plugin) is None
+    monkeypatch.setenv(plugin.only, "other, headfit")
+    assert machine.plugin_problem(plugin) is None
+    monkeypatch.setenv(plugin.only, "other")
+    assert "leaves headfit out" in str(machine.plugin_problem(plugin))
+    monkeypatch.delenv(plugin.only)
+    monkeypatch.setenv("HEADFIT_WIDTH", "padded")
+    assert "asks for the pad" in str(machine.plugin_problem(plugin))
+    monkeypatch.delenv("HEADFIT_WIDTH")
+    installed[plugin.engine] = "0.1.0"
+    assert "outside" in str(machine.plugin_problem(plugin))
+    points.clear()
+    assert "no entry point" in str(machine.plugin_problem(plugin))
+    installed.clear()
+    assert "not installed here" in str(machine.plugin_problem(plugin))
+
+
+def test_the_command_takes_the_releases(capsys: pytest.CaptureFixture[str]) -> None:
+    from headfit import cli
+
+    options = ["--gpu", "h200", "--sglang", "0.5.18", "--vllm", "0.33.0", "--flashinfer", "0.6.17", "--json"]
+    assert cli.run(["doctor", "--tp", "8", *options]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [s["version"] for s in data["table"][0]["stacks"]] == ["0.5.18", "0.33.0"]
+    assert cli.run(["doctor", "--sglang", "new"]) == 2
+    assert "sglang: got 'new', need a release such as" in capsys.readouterr().err
 
 
 def test_a_refused_call_is_shown_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,6 +346,8 @@ def test_a_broken_flashinfer_does_not_break_the_doctor(monkeypatch: pytest.Monke
         ({"gpu": "h300"}, ValueError, "gpu: got 'h300', accepted are"),
         ({"gpu": ""}, ValueError, "gpu: got ''"),
         ({"policy": "wide"}, ValueError, "policy: got 'wide', accepted are native"),
+        ({"flashinfer": "newest"}, ValueError, "flashinfer: got 'newest', need a release such as 0.7"),
+        ({"vllm": "", "gpu": "h200"}, ValueError, "vllm: got '', need a release such as 0.33.0"),
         ({"family": "nope", "gpu": "h200"}, ValueError, "family: got 'nope', accepted for this GPU are"),
         ({"family": "cpu", "gpu": "h200"}, ValueError, "family: got 'cpu', accepted for this GPU are"),
     ],

@@ -156,9 +156,10 @@ def _stacks(cc: Chip, asked: Mapping[str, str | None], flashinfer: str | None) -
         if release is None:
             origin += f"; {recorded.unknown(stacks.NAMES[engine], version, engine)}"
         pin = flashinfer or (None if release is None else release.flashinfer)
-        if is_sm12x(cc) and pin is not None:
-            origin += f", with FlashInfer {pin}"
-        yield Stack(engine, version, origin, release, _release_of_flashinfer(cc, pin, version == present))
+        beside = _release_of_flashinfer(cc, pin, flashinfer is None and version == present)
+        if is_sm12x(cc):
+            origin += f", with FlashInfer {beside.version or 'not installed'}"
+        yield Stack(engine, version, origin, release, beside)
 
 
 def _lines(cc: Chip, used: tuple[Stack, ...]) -> Iterator[str]:
@@ -171,12 +172,12 @@ def _lines(cc: Chip, used: tuple[Stack, ...]) -> Iterator[str]:
         )
 
 
-def _release_of_flashinfer(cc: Chip, version: str | None, engine_here: bool = False) -> Capability:
-    """FlashInfer ``version``: as installed, where it is that; else as recorded."""
+def _release_of_flashinfer(cc: Chip, version: str | None, installed: bool = False) -> Capability:
+    """FlashInfer ``version``, as installed where it is that, else as recorded; ``installed``: whichever is here."""
     from headfit import probes
 
     present = here.version_of("flashinfer-python")
-    if present is not None and (present == version or engine_here or version is None):
+    if present is not None and (present == version or installed or version is None):
         return probes.flashinfer_capability(cc) or recorded.flashinfer(present, cc)
     if version is None:
         return Capability.unreadable(recorded.FLASHINFER, cc, "FlashInfer is not installed, and no release was named")
