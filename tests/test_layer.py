@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import fields
 from typing import Any
@@ -228,10 +229,34 @@ def test_sinks_follow_the_parameter() -> None:
     with torch.no_grad():
         layer.sinks.fill_(torch.inf)
     assert Inputs().call(layer).abs().max() == 0
-    with torch.no_grad():
-        layer.sinks.copy_(whole().sinks)
+    mine = whole().sinks[layer.shard.heads.start : layer.shard.heads.stop]
+    layer.sinks.data.copy_(mine)  # how weight loaders write: no version counter notices
+    assert torch.equal(Inputs().call(layer), before)
+    layer.sinks.data = torch.full_like(mine, torch.inf)  # replaced: taken over anew, at the place a graph knows
+    assert Inputs().call(layer).abs().max() == 0
+    layer.sinks.data.copy_(mine)
+    twin = copy.deepcopy(layer)
+    twin.sinks.data.fill_(torch.inf)
+    assert Inputs().call(twin).abs().max() == 0
     assert torch.equal(Inputs().call(layer), before)
     assert layer._sinks(16, torch.device("cpu")).data_ptr() == pointer
+
+
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float64])
+def test_sinks_survive_a_cast_of_the_module(cast: torch.dtype) -> None:
+    layer = make(source=whole.__wrapped__())
+    layer.sinks.data.copy_(layer.sinks.to(torch.bfloat16).float())
+    expected = layer._sinks(layer.n_local, torch.device("cpu")).clone()
+    layer.sinks = nn.Parameter(layer.sinks.to(cast), requires_grad=False)
+    assert torch.equal(layer._sinks(layer.n_local, torch.device("cpu")), expected)
+    layer.sinks.data.fill_(-1)
+    assert bool((layer._sinks(layer.n_local, torch.device("cpu")) == -1).all())
+
+
+def test_a_layer_without_weights_says_so() -> None:
+    layer = MQALayer(GEOMETRY).eval()
+    with pytest.raises(RuntimeError, match=r"before its weights.*load\(\)"):
+        layer.query_latent(torch.zeros(1, HIDDEN))
 
 
 def test_gradients_are_refused_and_not_kept() -> None:

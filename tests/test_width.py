@@ -50,7 +50,7 @@ def published_gate(name: str, call: Call, switch: bool, draft: bool) -> int:
         and not call.in_breakable_graph
         and call.mode in allowed
         and original in allowed
-        and (call.rows > SPLIT[name] or SPLIT[name] == 0)
+        and call.rows > SPLIT[name]
     )
     return call.n_local if opened else pad
 

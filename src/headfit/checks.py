@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headfit.cache import LAYOUTS, layout_of
+from headfit.cache import LAYOUTS
+from headfit.cache import layout_of as layout_of
 from headfit.call import D_V, KeySet
 
 D_QK = (512, 576)  # DeepSeek-V4; DeepSeek-V3.2 and GLM (CONTRACT, Shapes)
@@ -66,9 +67,16 @@ def query(q: Any, shape: str) -> Tensor:
     return q
 
 
+def flag(name: str, value: Any) -> bool:
+    """A Python bool; a string such as "no" would be true."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: got {value!r} ({type(value).__name__}), accepted is True or False")
+    return value
+
+
 def head_dim_v(name: str, value: Any) -> None:
     """V is the first 512 dims of a row."""
-    if value != D_V:
+    if not isinstance(value, int) or value != D_V:
         raise ValueError(f"{name}: got {value!r}, accepted is {D_V}: V is the first {D_V} dims of a key row")
 
 

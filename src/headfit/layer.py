@@ -159,7 +159,6 @@ class MQALayer(nn.Module):
         self.observer = None
         self._plan: tuple[torch.device, str, Capability] | None = None
         self._sink_cache: SinkCache | None = None
-        self._sink_version: tuple[Any, ...] | None = None
 
     def extra_repr(self) -> str:
         """Which layer, which part, which policy."""
@@ -193,6 +192,7 @@ class MQALayer(nn.Module):
     @torch.no_grad()
     def query_latent(self, hidden: Tensor) -> Tensor:
         """The low-rank query ``[rows, q_lora]`` of hidden ``[rows, hidden]``; the sparse indexer reads it too."""
+        self._require_weights()
         return rms(F.linear(hidden, self.q_a), self.q_a_norm, self.eps)
 
     @torch.no_grad()
@@ -231,6 +231,7 @@ class MQALayer(nn.Module):
         Returns:
             ``[rows, hidden]`` in hidden's dtype, the same on every rank; with ``shard``, this rank's part of the sum.
         """
+        self._require_weights()
         packed.write_rows(window.cache, slots, self.key_rows(hidden, cos, sin))
         return self.attend(
             self.query_latent(hidden), cos, sin, window, compressed,
@@ -276,6 +277,12 @@ class MQALayer(nn.Module):
         return plan_width(call, capability, self.policy)
 
     # -------------------- the steps
+
+    def _require_weights(self) -> None:
+        if "q_a" not in self._parameters:
+            raise RuntimeError(
+                "MQALayer: got a call before its weights; call load(), load_transformers() or load_official() first"
+            )
 
     def _kernel_query(self, flat: Tensor, cos: Tensor, sin: Tensor, width: int) -> Tensor:
         """Per-head norm and rotary from the GEMM's buffer into rows ``[:, :n_local]`` of the kernel's own, bfloat16."""
@@ -351,16 +358,26 @@ class MQALayer(nn.Module):
         return self._plan[1], self._plan[2]
 
     def _sinks(self, width: int, device: torch.device) -> Tensor:
-        """This rank's sinks at a width: prefix views of one allocation, refreshed in place after a weight update."""
-        version = (self.sinks.data_ptr(), None if self.sinks.is_inference() else self.sinks._version, device)
-        with torch.inference_mode(False):  # made in one call, refreshed in later ones, of any mode
-            if self._sink_cache is None or self._sink_version is None or self._sink_version[2] != device:
+        """This rank's sinks at a width: prefix views of one allocation, in which the parameter itself lives.
+
+        So whatever writes the parameter in place writes what the next launch reads, also one inside a captured graph,
+        and nothing is copied per call. A parameter that was replaced, cast or moved is taken over anew.
+        """
+        cache = self._sink_cache
+        if cache is not None and cache().data_ptr() == self.sinks.data_ptr():
+            return cache(width)
+        with torch.inference_mode(False):  # made in one call, written in later ones, of any mode
+            if cache is None or cache().device != device:
                 widest = allocation_width(self.n_local, self.geometry.n_heads, self._backend_on(device)[1])
-                self._sink_cache = SinkCache(self.sinks.detach(), self.shard.rank, self.n_local, widest)
-            elif version != self._sink_version:
-                self._sink_cache.refresh(self.sinks.detach())
-        self._sink_version = version
-        return self._sink_cache(width)
+                cache = self._sink_cache = SinkCache(self.sinks.detach(), self.shard.rank, self.n_local, widest)
+            else:
+                cache.refresh(self.sinks.detach())
+            own = cache(self.n_local)
+            if self.sinks.dtype == own.dtype and self.sinks.device == own.device and not self.sinks.is_inference():
+                self.sinks.data = own  # the same Parameter object: whoever shares it still does
+            else:
+                self.sinks = nn.Parameter(own, requires_grad=False)
+        return cache(width)
 
     def _clock(self, device: torch.device) -> float:
         if self.observer is not None and device.type == "cuda":

@@ -63,7 +63,8 @@ def flash_mla_with_kvcache(
         extra_indices_in_kvcache: int32 ``[b, s_q, extra_topk]`` into ``extra_k_cache``; given with it or not at all.
         topk_length: int32 ``[b]``: lanes at or past it are never read. Clamped to [0, topk] in the kernel.
         extra_topk_length: the same for ``extra_indices_in_kvcache``.
-        out: where to write the result, a bfloat16 view of its shape; elements outside the view stay untouched.
+        out: where to write the result, a bfloat16 view of its shape; elements outside the view stay untouched. It may
+            be q itself (d_qk 512), and must not overlap an argument otherwise.
         enable_batch_invariant: a row's bits then depend neither on the rows that share the call nor on prefill/decode.
         backend: None (choose), or a name from :func:`headfit.backends`; a named one never falls back.
 
@@ -80,15 +81,17 @@ def flash_mla_with_kvcache(
     b, s_q, h_q, d_qk = q.shape
     checks.head_dim_v("head_dim_v", head_dim_v)
     scale = checks.softmax_scale("softmax_scale", softmax_scale, d_qk)
-    if causal:
+    is_fp8 = checks.flag("is_fp8_kvcache", is_fp8_kvcache)
+    invariant = checks.flag("enable_batch_invariant", enable_batch_invariant)
+    if checks.flag("causal", causal):
         raise ValueError("causal: got True, accepted is False: the index lists already say what each row may see")
     key_sets = [
-        _key_set(q, ("k_cache", k_cache), ("indices", indices), ("topk_length", topk_length), is_fp8_kvcache),
+        _key_set(q, ("k_cache", k_cache), ("indices", indices), ("topk_length", topk_length), is_fp8),
     ]
     if extra_k_cache is not None:
-        names = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
-        extra = (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
-        key_sets.append(_key_set(q, *zip(names, extra, strict=True), is_fp8_kvcache))
+        lanes = ("extra_indices_in_kvcache", extra_indices_in_kvcache)
+        length = ("extra_topk_length", extra_topk_length)
+        key_sets.append(_key_set(q, ("extra_k_cache", extra_k_cache), lanes, length, is_fp8))
     else:
         for name, value in (
             ("extra_indices_in_kvcache", extra_indices_in_kvcache),
@@ -101,7 +104,7 @@ def flash_mla_with_kvcache(
     out = q.new_empty(shape) if out is None else checks.output(out, shape, q)
     lse = torch.empty((b, h_q, s_q), dtype=torch.float32, device=q.device)
     _launch(
-        SparseCall(q, tuple(key_sets), scale, sink, out, lse, None, bool(enable_batch_invariant), "decode"),
+        SparseCall(q, tuple(key_sets), scale, sink, out, lse, None, invariant, "decode"),
         backend,
     )
     return out, lse
@@ -169,7 +172,7 @@ def flash_mla_sparse_fwd(
             out=out[:, None],
             lse=lse[..., None],
             max_logits=max_logits[..., None],
-            batch_invariant=bool(enable_batch_invariant),
+            batch_invariant=checks.flag("enable_batch_invariant", enable_batch_invariant),
             phase="prefill",
         ),
         backend,

@@ -159,7 +159,7 @@ def _checked(found: dict[str, Tensor], geometry: Geometry) -> AttentionWeights:
 
 
 def take_shard(weights: AttentionWeights, geometry: Geometry, shard: Shard) -> AttentionWeights:
-    """One rank's part of a whole layer: its heads of q_b and o_a, its groups of o_a and o_b; the rest is replicated.
+    """One rank's part of a whole layer: its heads of q_b, o_a and sinks, its groups of o_a and o_b; the rest is whole.
 
     Beyond ``o_groups`` ranks a rank owns some heads of one group: it gets those columns of the group's o_a and the
     group's whole o_b. Both output projections are linear, so the sum over ranks of what they give is the layer's
@@ -177,6 +177,7 @@ def take_shard(weights: AttentionWeights, geometry: Geometry, shard: Shard) -> A
         "q_b": weights.q_b[heads.start * dim : heads.stop * dim],
         "o_a": whole[groups.start : groups.stop, :, first * dim : (first + width) * dim],
         "o_b": weights.o_b[:, groups.start * g.o_lora_rank : groups.stop * g.o_lora_rank],
+        "sinks": weights.sinks[heads.start : heads.stop],
     }
     # Copies: a view would keep the whole layer's memory alive on every rank.
     copies = {name: value.detach().clone(memory_format=torch.contiguous_format) for name, value in part.items()}

@@ -44,6 +44,15 @@ class Policy:
     enabled: bool = True
     origin: str = "Policy"
 
+    def __post_init__(self) -> None:
+        if self.kind not in ("native", "sm12x-prefill", "padded"):
+            raise ValueError(
+                f"kind: got {self.kind!r}, accepted are native, sm12x-prefill and padded; "
+                "use Policy.native(), Policy.sm12x_prefill() or Policy.padded()"
+            )
+        if not isinstance(self.enabled, bool):  # a string "0" is true: the switch would open what it should keep shut
+            raise TypeError(f"enabled: got {self.enabled!r}, need True or False; Policy.from_env() reads the variables")
+
     @classmethod
     def sm12x_prefill(
         cls, *, enabled: bool = True, draft_extend: bool = False, origin: str = "Policy.sm12x_prefill()"
@@ -157,10 +166,14 @@ def _graph_term(call: Call, capability: Capability, policy: Policy) -> str | Non
 
 def _rows_term(call: Call, capability: Capability, policy: Policy) -> str | None:
     split, family = capability.row_split, capability.family
-    if side_of(call, capability) == "prefill":
-        return None
     if capability.fork == "entry":
+        if side_of(call, capability) == "prefill":
+            return None
         return f"{family} serves mode {call.mode} by its decode entry; the gate covers its prefill entry"
+    if above_split(call.rows, split):
+        return None
+    if split == 0:
+        return "a call of 0 rows launches nothing"
     if not above_split(split + 1, split):
         return f"the row count up to which {family} decodes could not be read; `headfit doctor` says why"
     return f"{call.rows} rows do not exceed the {split} that still run the decode kernel of {family}; use larger chunks"

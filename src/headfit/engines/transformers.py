@@ -61,6 +61,10 @@ def convert(
             that does not divide the heads; the model is then unchanged.
     """
     require("transformers")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, accepted is a Transformers DeepseekV4ForCausalLM")
+    if policy is not None and not isinstance(policy, Policy):
+        raise TypeError(f"policy: got {policy!r}, accepted is None or a headfit.Policy such as Policy.native()")
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Attention
 
     config: Any = getattr(model, "config", None)
@@ -74,7 +78,7 @@ def convert(
         )
     if cache_layout not in LAYOUTS:
         raise ValueError(f"cache_layout: got {cache_layout!r}, accepted are {' and '.join(map(repr, LAYOUTS))}")
-    if page_size < 1:
+    if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
         raise ValueError(f"page_size: got {page_size}, accepted is a number of rows >= 1")
     geometry = Geometry.from_config(config)
     made = []

@@ -72,7 +72,7 @@ def load(name: str) -> ModuleType:
         ValueError: no backend has that name.
         BackendUnavailable: it exists, but not here; the message says what is missing.
     """
-    if name not in REGISTRY:
+    if not isinstance(name, str) or name not in REGISTRY:
         raise ValueError(f"backend: got {name!r}, accepted are None (choose) or {', '.join(map(repr, REGISTRY))}")
     reason = why_not(name)
     if reason is not None:
