@@ -61,7 +61,7 @@ SOME_CHECKS = ["empty_rows", "sink_formula", "lse_natural", "max_logits", "inval
 @pytest.mark.parametrize(
     ("schema", "only", "routes"),
     [
-        ("vllm", None, ("v4_two_caches", "prefill_512")),  # one for each of the two kernels
+        ("vllm", None, ("v4", "v4_two_caches", "prefill_512")),  # one for each of the two kernels
         ("sgl", SOME_CHECKS, ("v4", "v32", "bf16_576", "prefill_576")),
     ],
 )
