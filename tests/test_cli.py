@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from importlib import metadata
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import headfit
-from headfit import cli, launch, subject
+from headfit import cli, launch, ranks, subject
 from headfit import comparison as data
 
 pytest.importorskip("transformers")
@@ -212,7 +213,15 @@ BAD = {
     "port out of range": (lambda at: ["--port", "70000"], "--port is 70000 but must be in 0..65535"),
     "json is a folder": (lambda at: ["--json", str(at)], "is a folder; give a file name"),
     "report is a file": (lambda at: ["--report", __file__], "is a file; give a folder"),
-    "report below a file": (lambda at: ["--report", f"{__file__}/x"], "cannot be written; choose another place"),
+    "report below a file": (lambda at: ["--report", f"{__file__}/x"], "cannot be written (Not a directory)"),
+    "json in no real folder": (lambda at: ["--json", "/proc/x.json"], "--json /proc/x.json: cannot be written"),
+    "report in no real folder": (lambda at: ["--report", "/proc/x/y"], "--report /proc/x/y: cannot be written"),
+    "json name too long": (lambda at: ["--json", str(at / ("x" * 300))], "cannot be written (File name too long)"),
+    "no backend": (lambda at: ["--backend", "foo"], "--backend foo: no such backend, accepted are triton, "),
+    "seed too large": (lambda at: ["--seed", "99999999999999999999999"], "18446744073709551615"),
+    "seed below 0": (lambda at: ["--seed", "-1"], "--seed"),
+    "timeout too long": (lambda at: ["--timeout", "1e30"], "86400"),
+    "timeout is infinite": (lambda at: ["--timeout", "inf"], "86400"),
 }
 
 
@@ -220,6 +229,8 @@ BAD = {
 def test_bad_input_is_one_line_that_says_what_to_do(name, tmp_path, capfd, monkeypatch):
     for variable in TORCHRUN:
         monkeypatch.delenv(variable, raising=False)
+    if name != "port out of range":  # which is found when the first process is about to start
+        monkeypatch.setattr(launch, "run_ranks", lambda *a, **k: pytest.fail("ranks were started"))
     make, says = BAD[name]
     arguments = make(tmp_path)
     before = sorted(tmp_path.rglob("*"))
@@ -240,6 +251,37 @@ def test_without_transformers_the_remedy_comes_before_any_rank(monkeypatch, capf
     monkeypatch.setattr(launch, "run_ranks", lambda *a, **k: pytest.fail("ranks were started"))
     assert cli.run(["compare"]) == 2
     assert capfd.readouterr().err == "headfit: transformers is not installed; pip install 'headfit[compare]'\n"
+
+
+def test_prompt_from_a_pipe_is_read_once_and_handed_on(small, tmp_path, monkeypatch):
+    """As in `--prompt <(command)`: a second reader of a FIFO would wait for ever."""
+    from headfit import compare
+
+    for variable in TORCHRUN:
+        monkeypatch.delenv(variable, raising=False)
+    pipe, record, text = tmp_path / "pipe", tmp_path / "a.json", b"thirty bytes of text: 0123456789"
+    os.mkfifo(pipe)
+
+    def run_ranks(target: str, payload: dict, world: int, **options: object) -> dict | None:
+        return compare.rank_main(ranks.Rank(0, 1), json.loads(json.dumps(payload)), lambda event: None)
+
+    monkeypatch.setattr(launch, "run_ranks", run_ranks)
+    writer = threading.Thread(target=pipe.write_bytes, args=(text,), daemon=True)
+    writer.start()
+    assert cli.run(["compare", *small, "--tp", "1", "--prompt", str(pipe), "--json", str(record)]) == 0
+    writer.join(timeout=10)
+    made = data.from_dict(json.loads(record.read_text()))
+    assert (made.workload.prompt, made.workload.prompt_tokens_all) == ("pipe", len(text))
+
+
+def test_only_rank_0_takes_from_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert subject.read_prompt(data.Options(prompt=str(tmp_path / "pipe")), rank=1) == b""
+    (tmp_path / "text").write_bytes(b"text")
+    for rank in (0, 1):
+        assert subject.read_prompt(data.Options(prompt=str(tmp_path / "text")), rank) == b"text"
+        with pytest.raises(ranks.InputError, match="No such file"):  # every rank says so before it waits for others
+            subject.read_prompt(data.Options(prompt=str(tmp_path / "none")), rank)
 
 
 def test_empty_prompt(tmp_path, capfd):
@@ -353,7 +395,7 @@ def test_result_is_shown_even_where_it_cannot_be_written(tmp_path, monkeypatch, 
     from test_report import make
 
     def full(*arguments):
-        raise OSError(28, "No space left on device", "compare.json")
+        raise OSError(28, "No space left on device", "a temporary file")
 
     for variable in TORCHRUN:
         monkeypatch.delenv(variable, raising=False)
@@ -362,7 +404,8 @@ def test_result_is_shown_even_where_it_cannot_be_written(tmp_path, monkeypatch, 
     assert cli.run(["compare", "--json", str(tmp_path / "compare.json")]) == 2
     out, err = capsys.readouterr()
     assert "every surviving bit equal" in out
-    assert err == "headfit: compare.json: No space left on device; choose another place for --report or --json\n"
+    file = tmp_path / "compare.json"  # as it was given, not the temporary file
+    assert err == f"headfit: --json {file}: cannot be written (No space left on device); choose another place\n"
     assert list(tmp_path.iterdir()) == []
 
 

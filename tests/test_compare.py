@@ -46,7 +46,7 @@ def options(model_folder: Path, tmp_path: Path) -> data.Options:
 
 def run(options: data.Options, events: list | None = None) -> data.Comparison:
     emit = (lambda event: None) if events is None else events.append
-    made = compare.run(options, Rank(0, 1), None, CPU, emit, time.perf_counter())
+    made = compare.run(options, subject.read_prompt(options), Rank(0, 1), None, CPU, emit, time.perf_counter())
     assert made is not None
     return made
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import html.parser
 import json
+import os
 import re
 import subprocess
 import sys
@@ -267,6 +268,43 @@ def test_file_is_written_whole(tmp_path: Path):
     report.write_atomically(target, "two")
     assert target.read_text(encoding="utf-8") == "two"
     assert [path.name for path in target.parent.iterdir()] == ["index.html"]
+
+
+def test_a_long_name_and_odd_text_are_written(tmp_path: Path):
+    target = tmp_path / ("x" * 250 + ".json")
+    report.check_writable(target)
+    report.write_atomically(target, "\udcff")
+    assert target.read_text() == r"\udcff"
+
+
+def test_a_pipe_is_written_to_and_stays(tmp_path: Path):
+    read, write = os.pipe()
+    target = Path(f"/dev/fd/{write}")
+    if not target.exists():
+        pytest.skip("no /dev/fd here")
+    report.check_writable(target)
+    report.write_atomically(target, "text")
+    os.close(write)
+    with open(read) as file:
+        assert file.read() == "text"
+
+
+def test_check_writable_leaves_nothing(tmp_path: Path):
+    report.check_writable(tmp_path / "a" / "b" / "c.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("group", "backend", "said"), [("NCCL", "triton", True), ("gloo", "cpu", False)])
+def test_text_says_that_gpu_times_hold_the_launch(group: str, backend: str, said: bool):
+    made = make()
+    made = dataclasses.replace(
+        made,
+        environment=dataclasses.replace(made.environment, group=group),
+        workload=dataclasses.replace(made.workload, backend=backend),
+    )
+    words = "holds the launch from Python"
+    assert (words in data.timing_note(made)) is said
+    assert (words in report.render(made)) is said
 
 
 def test_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,39 +1,38 @@
-"""The `headfit` command: options in, one-line errors and tables out.
+"""The `headfit` command: options in, files, one-line errors and exit codes out.
 
-Belongs here: parsing, what goes to the screen, exit codes. Must not: import torch before a command needs it, compute
-anything.
+Belongs here: parsing, checks of the options, exit codes. Must not: import torch before a command needs it, compute or
+draw anything (`screen` draws).
 
-Exit codes: 0 fine, 1 the comparison found a difference, 2 bad input or a rank that failed, 130 / 143 interrupted /
-terminated.
+Exit codes: 0 fine, 1 the comparison found a difference and nothing else, 2 bad input or any failure, 130 / 143
+interrupted / terminated, 141 whoever read the output is gone.
 """
 
 from __future__ import annotations
 
+import base64
 import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
 import headfit
 from headfit import comparison as data
-from headfit import launch, ranks, subject
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from headfit import launch, ranks, screen, subject
 
 _LAYOUTS = ("v4", "bf16")
 _DEVICES = ("auto", "cpu", "cuda")
+_MAX_SEED = 2**64 - 1  # what a generator of torch takes
+_MAX_TIMEOUT_S = 86400  # a day; far beyond that the C++ side overflows
 
 app = typer.Typer(
     help="Sparse MLA attention at the number of query heads a tensor-parallel rank really has.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -41,34 +40,60 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the `headfit` command and of `python -m headfit`. Never returns."""
+    screen.show_any_character()
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
-    """Run the command on `arguments` and return its exit code; every failure is one line on stderr."""
+    """Run the command on `arguments` (none: the help) and return its exit code.
+
+    Every failure is one line on stderr. 1 is returned for a difference that `compare` found and for nothing else.
+    """
     try:
         with launch.terminate_as_exit():
-            code = app(arguments, prog_name="headfit", standalone_mode=False)
+            code = app(arguments or ["--help"], prog_name="headfit", standalone_mode=False)
         if code == 130:  # typer turned Ctrl-C into this code, without a word
             raise KeyboardInterrupt
-        return code if isinstance(code, int) else 0
-    except (ranks.InputError, ImportError) as error:
-        return _fail(str(error))
-    except launch.RankError as error:
-        return _fail(str(error))
+        code = code if isinstance(code, int) else 0
+    except (ranks.InputError, ImportError, launch.RankError) as error:
+        code = _fail(str(error))
     except (KeyboardInterrupt, typer.Abort):
-        return _fail("interrupted; all ranks were stopped, nothing was written", 130)
+        code = _fail("interrupted; all ranks were stopped, nothing was written", 130)
     except SystemExit as error:
-        return error.code if isinstance(error.code, int) else 1
+        if error.code == 1 and isinstance(error.__context__, BrokenPipeError):  # typer and rich end a closed pipe so
+            code = screen.CLOSED
+        else:
+            code = error.code if isinstance(error.code, int) and error.code != 1 else 2
     except Exception as error:
-        message = getattr(error, "format_message", None)  # a usage error, of typer's own click or the separate one
-        if message is None:
-            raise
-        return _fail(f"{message()} (see headfit --help)")
+        code = _unexpected(error, arguments)
+    try:
+        screen.flush()
+    except BrokenPipeError:
+        return screen.CLOSED if code in (0, 1) else code
+    except OSError as error:
+        return _fail(screen.refusal(error) or str(error))
+    return code
+
+
+def _unexpected(error: Exception, arguments: list[str]) -> int:
+    usage = getattr(error, "format_message", None)  # a usage error, of typer's own click or the separate one
+    if usage is not None:
+        return _fail(f"{usage()} (see headfit --help)")
+    refusal = screen.refusal(error)
+    if refusal is not None:
+        return _fail(refusal)
+    text = f"{type(error).__name__}: {error}".rstrip(": ")
+    if "--debug" not in arguments:
+        return _fail(f"{text}; run headfit --debug {shlex.join(arguments)} for the traceback, and please report it")
+    with suppress(OSError):
+        traceback.print_exc()
+    return _fail(f"{text}; please report it with the traceback above")
 
 
 def _fail(message: str, code: int = 2) -> int:
-    print(f"headfit: {' '.join(message.split())}", file=sys.stderr)
+    with suppress(OSError):  # nobody reads it; the exit code still says it
+        if sys.stderr is not None:
+            print(f"headfit: {' '.join(message.split())}", file=sys.stderr, flush=True)
     return code
 
 
@@ -83,6 +108,7 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an unexpected error.")] = False,
 ) -> None:
     pass
 
@@ -101,6 +127,7 @@ def _one_of(*accepted: str) -> Callable[[str], str]:
 
 @app.command()
 def compare(
+    context: typer.Context,
     tp: Annotated[
         int | None, typer.Option(help="Tensor-parallel ranks to start (default 2); under torchrun, the world size.")
     ] = None,
@@ -127,11 +154,13 @@ def compare(
     device: Annotated[
         str, typer.Option(callback=_one_of(*_DEVICES), help="auto, cpu, or cuda (one GPU a rank).")
     ] = "auto",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the default model's weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=_MAX_SEED, help="Seed of the default model's weights.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write every figure to this file.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write a self-contained HTML page into this folder.")] = None,
     port: Annotated[int, typer.Option(help="Rendezvous port on this machine; 0 takes a free one.")] = 0,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds a rank waits for another before it gives up.")] = 120,
+    timeout: Annotated[
+        float, typer.Option(min=1, max=_MAX_TIMEOUT_S, help="Seconds a rank waits for another before it gives up.")
+    ] = 120,
     debug: Annotated[bool, typer.Option("--debug", help="When a rank fails, show what all ranks printed.")] = False,
 ) -> int:
     """Run a prompt with and without the head pad: what the pad costs, and whether a bit or a token changes."""
@@ -156,14 +185,15 @@ def compare(
     )
     subject.check_options(options)
     _check_outputs(json_file, report)
+    content = subject.read_prompt(options, 0 if joined is None else joined.rank)
+    payload = {"options": asdict(options), "prompt": base64.b64encode(content).decode()}
+    debug = debug or bool(context.find_root().params.get("debug"))
     if joined is not None:
-        return _compare_joined(options, joined, json_file, report, debug)
-    from rich.console import Console
-
+        return _compare_joined(payload, joined, json_file, report, debug)
     try:
-        with _progress(Console(stderr=True)) as show:
+        with screen.progress() as show:
             result = launch.run_ranks(
-                "headfit.compare:rank_main", asdict(options), options.tp, port=port, timeout_s=timeout, on_event=show
+                "headfit.compare:rank_main", payload, options.tp, port=port, timeout_s=timeout, on_event=show
             )
     except launch.RankError as error:
         if debug:
@@ -173,18 +203,16 @@ def compare(
 
 
 def _compare_joined(
-    options: data.Options, rank: ranks.Rank, json_file: Path | None, report: Path | None, debug: bool
+    payload: dict[str, Any], rank: ranks.Rank, json_file: Path | None, report: Path | None, debug: bool
 ) -> int:
     """This process is one rank of a group that something else started."""
     os.environ.update(ranks.quiet_environment(os.environ))
-    from rich.console import Console
-
     try:
         with ranks.native_silence(not debug) as stderr:
             from headfit import compare as job
 
-            with _progress(Console(file=stderr, quiet=rank.rank != 0)) as show:
-                result = job.rank_main(rank, asdict(options), show)
+            with screen.progress(stderr, quiet=rank.rank != 0) as show:
+                result = job.rank_main(rank, payload, show)
     except ranks.InputError:
         if rank.rank == 0:
             raise
@@ -193,7 +221,6 @@ def _compare_joined(
         if debug:
             traceback.print_exc()
         code = _fail(f"rank {rank.rank} failed: {ranks.describe_failure(error)[0]}")
-        sys.stderr.flush()
         os._exit(code)  # threads of a group whose peer is gone can block the interpreter's way out
     return 0 if result is None else _finish(data.from_dict(result), json_file, report)
 
@@ -204,105 +231,50 @@ def _check_outputs(json_file: Path | None, report: Path | None) -> None:
 
     if report is not None:
         pages.check_installed()
-        if report.exists() and not report.is_dir():
-            raise ranks.InputError(f"--report {report}: is a file; give a folder, it is made where it is missing")
-    if json_file is not None and json_file.is_dir():
-        raise ranks.InputError(f"--json {json_file}: is a folder; give a file name")
-    for option, folder in (("--report", report), ("--json", json_file.parent if json_file is not None else None)):
-        if folder is None:
+    for option, path, file in (
+        ("--report", report, report and report / pages.PAGE),
+        ("--json", json_file, json_file),
+    ):
+        if path is None or file is None:
             continue
-        there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            raise ranks.InputError(f"{option}: {there} cannot be written; choose another place")
+        try:
+            if option == "--report" and path.exists() and not path.is_dir():
+                raise ranks.InputError(f"--report {path}: is a file; give a folder, it is made where it is missing")
+            if file.is_dir():
+                raise ranks.InputError(f"{option} {file}: is a folder; give a file name")
+            pages.check_writable(file)
+        except OSError as error:
+            raise _no_place(option, path, error) from None
+
+
+def _no_place(option: str, path: Path, error: OSError) -> ranks.InputError:
+    return ranks.InputError(f"{option} {path}: cannot be written ({error.strerror or error}); choose another place")
 
 
 def _finish(comparison: data.Comparison, json_file: Path | None, report: Path | None) -> int:
     """Write the files, each whole or not at all, then print; a reader that leaves early costs no file."""
     import json
 
-    from rich.console import Console
-
     from headfit import report as pages
 
-    written: list[str] = []
-    failed: OSError | None = None
-    try:
-        if report is not None:
+    lines: list[str] = []
+    failed: ranks.InputError | None = None
+    if report is not None:
+        try:
             pages.write_atomically(report / pages.PAGE, pages.render(comparison))
-            written.append(f"page: {report / pages.PAGE}")
-        if json_file is not None:
+            lines.append(f"page: {report / pages.PAGE}")
+        except OSError as error:
+            failed = _no_place("--report", report, error)
+    if json_file is not None:
+        try:
             pages.write_atomically(json_file, json.dumps(data.to_dict(comparison), indent=1, allow_nan=False) + "\n")
-            written.append(f"json: {json_file}")
-    except OSError as error:
-        failed = error
-    console = Console()
-    _print_result(console, comparison)
-    for line in written:
-        console.print(line, style="dim", highlight=False, soft_wrap=True)
+            lines.append(f"json: {json_file}")
+        except OSError as error:
+            failed = failed or _no_place("--json", json_file, error)
+    screen.print_result(comparison, lines)
     if failed is not None:
-        where, why = failed.filename, failed.strerror or failed
-        raise ranks.InputError(f"{where}: {why}; choose another place for --report or --json")
+        raise failed
     return comparison.exit_code
-
-
-def _print_result(console: Console, comparison: data.Comparison) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    console.print(Text(data.subject_line(comparison), "bold"))
-    console.print(Text(f"prompt: {data.prompt_line(comparison)}", "dim"))
-    cells = data.lane_table(comparison)
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    for place, header in enumerate(cells.headers):
-        # Two lines of heading and one space between columns: the whole table stands in 80 columns.
-        table.add_column(header.replace("lane ", "lane\n"), justify="left" if place < 2 else "right", no_wrap=True)
-    for row in cells.rows:
-        table.add_row(*(Text(cell, "bold red" if cell == "NO" else "") for cell in row))
-    console.print()
-    console.print(table)
-    for number, note in enumerate(cells.notes, 1):
-        console.print(Text(f"why {number}: {note}", "dim"))
-    console.print(Text(data.timing_note(comparison), "dim"))
-    console.print()
-    style = {True: "green", False: "bold red", None: ""}
-    lines = data.verdicts(comparison)
-    width = max(len(question) for question, _, _ in lines)
-    for question, answer, good in lines:
-        console.print(Text.assemble(f"{question:<{width}}  ", (answer, style[good])))
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Callable[[ranks.Event], None]]:
-    """A bar on a terminal; elsewhere one plain line whenever the stage changes."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    if not console.is_terminal:
-        said: list[str] = []
-
-        def tell(event: ranks.Event) -> None:
-            text = event["text"].partition(",")[0]
-            if text not in said:
-                said.append(text)
-                console.print(f"headfit: {text}", highlight=False)
-
-        yield tell
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting ranks", total=None)
-
-        def show(event: ranks.Event) -> None:
-            if event["event"] == "progress":
-                progress.update(task, description=event["text"], completed=event["done"], total=event["total"])
-            else:
-                progress.update(task, description=event["text"])
-
-        yield show
 
 
 # ---------------------------------------------------------------- doctor

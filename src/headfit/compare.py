@@ -7,6 +7,7 @@ cancels.
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,16 +33,16 @@ _WARM_UP_STEPS = 2
 
 
 def rank_main(rank: Rank, payload: dict[str, Any], emit: Callable[[Event], None]) -> dict[str, Any] | None:
-    """The job of one rank, as `launch.run_ranks` calls it;
+    """The job of one rank, as `launch.run_ranks` calls it: `payload` holds the options and, in base64, the prompt.
 
-    rank 0 returns the comparison as a dict, the others None.
+    Rank 0 returns the comparison as a dict, the others None.
     """
     started = time.perf_counter()
-    options = data.Options(**payload)
+    options = data.Options(**payload["options"])
     device = choose_device(options.device, rank)
     emit({"event": "status", "text": "joining the group"})
     group = join_group(rank, device)
-    comparison = run(options, rank, group, device, emit, started)
+    comparison = run(options, base64.b64decode(payload["prompt"]), rank, group, device, emit, started)
     leave_group()  # not in a finally: after a failure the peers are gone, and leaving would wait for them
     return None if comparison is None else data.to_dict(comparison)
 
@@ -199,20 +200,21 @@ class _Runner:
 
 def run(
     options: data.Options,
+    content: bytes,
     rank: Rank,
     group: ProcessGroup | None,
     device: torch.device,
     emit: Callable[[Event], None],
     started: float,
 ) -> data.Comparison | None:
-    """Both runs of `options` on this rank.
+    """Both runs of `options` on this rank, over the prompt `content` (rank 0's counts).
 
     Returns the comparison on rank 0, None elsewhere. Raises InputError for what cannot run.
     """
     clock = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     emit({"event": "status", "text": "loading the model"})
     subject = subjects.load(options, group, device)
-    prompt = _agree(subjects.read_prompt(options, subject) if rank.rank == 0 else None, group, device)
+    prompt = _agree(subjects.tokenize(content, options, subject) if rank.rank == 0 else None, group, device)
     runner = _Runner(subject, rank, group, device, options.policy)
     chunks = list(_chunks(prompt.tokens, options.prefill_chunk))
     total = len(chunks) + options.new_tokens - 1

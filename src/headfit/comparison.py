@@ -35,7 +35,10 @@ _SPANS = (
     (0.9995, 1e3, 2, "ms"),
     (99.95, 1e6, 0, "us"),
 )
-_LAUNCH = " On a GPU they hold the launch from Python too, which is most of a short call."
+_LAUNCH = (
+    " On a GPU each runs from one synchronisation to the next and so holds the launch from Python, which is most of a "
+    "short call: the kernels alone take less."
+)
 TP_AXIS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -224,8 +227,11 @@ class Comparison:
 
 
 def to_dict(comparison: Comparison) -> dict[str, Any]:
-    """Everything JSON can hold, derived figures included, so that a reader need not recompute them."""
-    data: dict[str, Any] = {"schema": SCHEMA, **asdict(comparison)}
+    """Everything JSON can hold, derived figures included, so that a reader need not recompute them.
+
+    A byte of a file's name that is no UTF-8 is shown as `\\udcNN`: a record holds only text that every reader takes.
+    """
+    data: dict[str, Any] = {"schema": SCHEMA, **_as_text(asdict(comparison))}
     for lane, entry in zip(comparison.lanes, data["lanes"], strict=True):
         entry.update(off=lane.off, on=lane.on, saved=lane.saved)
     data["phases"] = [{**asdict(total), "saved": total.saved} for total in comparison.phases()]
@@ -235,6 +241,16 @@ def to_dict(comparison: Comparison) -> dict[str, Any]:
         "exit_code": comparison.exit_code,
     }
     return data
+
+
+def _as_text(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {name: _as_text(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_as_text(entry) for entry in value)
+    return value
 
 
 def from_dict(data: Mapping[str, Any]) -> Comparison:
@@ -338,7 +354,8 @@ def timing_note(comparison: Comparison) -> str:
     """How the lane was measured, in one sentence."""
     ranks = comparison.options.tp
     slowest = f"the slowest of {ranks} ranks" if ranks > 1 else "the one rank"
-    launch = "" if comparison.environment.group == "gloo" or comparison.workload.backend == "cpu" else _LAUNCH
+    on_cpu = comparison.environment.group == "gloo" or comparison.workload.backend == "cpu"
+    launch = "" if on_cpu else _LAUNCH
     return (
         f"Lane times are the attention call alone, summed over calls, of {slowest}; off and on alternate and swap "
         f"order at every step.{launch}"

@@ -37,16 +37,32 @@ def check_installed() -> None:
         raise ImportError(f"--report needs {error.name}: {_REMEDY}") from None
 
 
+def check_writable(path: Path) -> None:
+    """Raise OSError where `write_atomically` could not write `path`, by making and removing a temporary file where it
+    would go; makes no folder.
+    """
+    if _is_special(path):
+        with open(path, "ab"):
+            return
+    there = next(parent for parent in path.absolute().parents if parent.exists())
+    handle, name = tempfile.mkstemp(prefix=_prefix(path), dir=there)
+    os.close(handle)
+    os.unlink(name)
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` (UTF-8) to `path` through a temporary file in the same folder and a rename; makes the folder where
-    it is missing.
+    it is missing. A pipe or a device is written to as it is. Lone surrogates come out escaped.
 
     A reader sees the old file or the whole new one. Raises OSError, leaving no temporary file.
     """
+    if _is_special(path):
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    handle, name = tempfile.mkstemp(prefix=_prefix(path), dir=path.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -57,6 +73,15 @@ def write_atomically(path: Path, text: str) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def _prefix(path: Path) -> str:
+    return f".{path.name[:50]}."  # the whole of a long name and more would be too long a name
+
+
+def _is_special(path: Path) -> bool:
+    """Whether `path` is there and no file that can be replaced: /dev/stdout, a FIFO."""
+    return path.exists() and not path.is_file()
 
 
 def render(comparison: data.Comparison) -> str:

@@ -38,8 +38,8 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 def check_options(options: data.Options) -> None:
-    """Raise InputError for a prompt that cannot be read, a folder that is no checkpoint, ranks that do not divide the
-    heads, or a Transformers that is missing or too old.
+    """Raise InputError for a folder that is no checkpoint, ranks that do not divide the heads, a backend that nobody
+    knows, or a Transformers that is missing or too old. Imports torch only where a backend is named.
     """
     heads = 64 if options.model is None else _check_checkpoint(Path(options.model).expanduser())
     if options.tp < 1:
@@ -47,8 +47,14 @@ def check_options(options: data.Options) -> None:
     if heads % options.tp:
         fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise InputError(f"--tp {options.tp} does not divide the model's {heads} heads: use one of {fitting}")
-    if options.prompt is not None:
-        _read_file(Path(options.prompt).expanduser())
+    if options.backend is not None:
+        from headfit import kernels
+
+        if options.backend not in kernels.REGISTRY:
+            raise InputError(
+                f"--backend {options.backend}: no such backend, accepted are {', '.join(kernels.REGISTRY)}; "
+                "or leave it out for the first that runs here"
+            )
     from headfit.engines import require
 
     try:
@@ -89,6 +95,18 @@ def _check_checkpoint(folder: Path) -> int:
             f"--model {folder}: no weights (*.safetensors) beside config.json; give a whole checkpoint folder"
         )
     return heads
+
+
+def read_prompt(options: data.Options, rank: int = 0) -> bytes:
+    """The bytes of the prompt, read once: a pipe (`--prompt <(command)`) gives them to one reader only.
+
+    Ranks other than 0 look whether a file is there and take nothing from a pipe; they are told what rank 0 read. Raises
+    InputError for a prompt that cannot be read or is empty.
+    """
+    if options.prompt is None:
+        return readme()
+    path = Path(options.prompt).expanduser()
+    return b"" if rank != 0 and path.is_fifo() else _read_file(path)
 
 
 def _read_file(path: Path) -> bytes:
@@ -242,11 +260,9 @@ def _norms_keep_bfloat16() -> bool:
     return DeepseekV4RMSNorm(8)(torch.ones(1, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
-def read_prompt(options: data.Options, subject: Subject) -> Prompt:
-    """The prompt as tokens: the tokenizer's, or one a byte where the checkpoint has none."""
-    path = None if options.prompt is None else Path(options.prompt).expanduser()
-    content = readme() if path is None else _read_file(path)
-    name = "README.md of headfit" if path is None else path.name
+def tokenize(content: bytes, options: data.Options, subject: Subject) -> Prompt:
+    """The prompt's `content` as tokens: the tokenizer's, or one a byte where the checkpoint has none."""
+    name = "README.md of headfit" if options.prompt is None else Path(options.prompt).name
     vocabulary = subject.model.config.vocab_size
     if subject.tokenizer is None:
         if vocabulary < 256:
