@@ -1,0 +1,342 @@
+"""Our GPU kernels against FlashMLA's best legal launch, shape by shape, with the floor of each beside it.
+
+    python benchmarks/kernels.py --library PATH/_flashmla_C.abi3.so [--json OUT.json] [--rows 1,64] [--heads 8,16]
+
+For every key set, row count and head count: headfit straight from packed `v4` pages; FlashMLA (the library that vLLM
+ships) by each route it has for that many heads, native or padded to 64 or 128, prefill on bf16 rows that somebody else
+gathered before, decode on packed pages; the fastest counts. Results are checked before they are timed: ours against
+the float64 oracle on three rows, FlashMLA's against ours. All candidates of a shape alternate, each as a captured CUDA
+graph of several calls over different rows' lists, so host time is not counted; L2 is as the calls leave it (hot).
+FlashMLA's scheduler metadata is made once, outside. Figures are medians in microseconds.
+
+`--json` writes what `benchmarks/crossover.py` reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import headfit
+from headfit.cache import unpack_kv
+from headfit.reference import sparse_mla_reference
+
+D = 512
+SCALE = D**-0.5
+PAGE = 64
+# One H200, measured: a gather kernel's best rate from L2, a device copy, a large bf16 product (docs/kernels/triton.md).
+L2_BYTES_S, HBM_BYTES_S, TENSOR_FLOP_S = 5.9e12, 4.3e12, 790e12
+ROWS = (1, 16, 64, 256, 1024, 4096, 8192)
+HEADS = (8, 16, 32, 64, 128)
+KEY_SETS = {
+    "128": (128, 0, 0),
+    "128 + 512": (128, 512, 8192),
+    "128 + 1024": (128, 1024, 8192),
+    "128 + 256 dense": (128, 256, 256),
+}
+DECODE_WIDTHS = (64, 128)
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs of one key set at one row count, shared by all head counts and both libraries."""
+
+    q: Tensor  # bf16 [rows, 128, 512]; narrower calls read their own copy
+    sink: Tensor
+    caches: tuple[Tensor, ...]  # packed pages
+    lanes: tuple[Tensor, ...]  # int32 [rows, topk] into each
+    rows_bf16: Tensor  # the same keys as one list of bf16 rows
+    lanes_bf16: Tensor
+
+    @property
+    def keys(self) -> int:
+        """Keys a row."""
+        return self.lanes_bf16.shape[1]
+
+
+def problem(name: str, rows: int) -> Problem:
+    """Window keys are those before each row; chosen keys are drawn without repeats; dense keys are all there are."""
+    window, extra, slots = KEY_SETS[name]
+    draw = torch.Generator("cuda").manual_seed(rows)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, device="cuda").bfloat16()
+
+    caches = [headfit.pack_kv(normal(rows + window, D), PAGE)]
+    arange = torch.arange(window, device="cuda", dtype=torch.int32)
+    lanes = [torch.arange(rows, device="cuda", dtype=torch.int32)[:, None] + arange]
+    if extra:
+        caches.append(headfit.pack_kv(normal(slots, D), PAGE))
+        if extra == slots:
+            lanes.append(torch.arange(slots, device="cuda", dtype=torch.int32).expand(rows, -1).contiguous())
+        else:
+            drawn = torch.rand(rows, slots, generator=draw, device="cuda").topk(extra, dim=1).indices
+            lanes.append(drawn.to(torch.int32))
+    rows_bf16 = torch.cat([unpack_kv(c) for c in caches])
+    moved = [lanes[0], *(x + caches[0].shape[0] * PAGE for x in lanes[1:])]
+    sink = torch.randn(128, generator=draw, device="cuda")
+    return Problem(normal(rows, 128, D), sink, tuple(caches), tuple(lanes), rows_bf16, torch.cat(moved, 1))
+
+
+def ours(p: Problem, heads: int, backend: str) -> tuple[Tensor, Call]:
+    """The output buffer and the call: packed pages in, out written in place."""
+    q, sink = p.q[:, None, :heads].contiguous(), p.sink[:heads].contiguous()
+    out = torch.full_like(q, torch.nan)
+    extra: dict[str, Any] = {}
+    if len(p.caches) == 2:
+        extra = {"extra_k_cache": p.caches[1], "extra_indices_in_kvcache": p.lanes[1][:, None]}
+    return out[:, 0], lambda: headfit.flash_mla_with_kvcache(
+        q, p.caches[0], indices=p.lanes[0][:, None], attn_sink=sink, out=out, backend=backend, **extra
+    )
+
+
+def ours_bf16(p: Problem, heads: int, backend: str) -> Call:
+    """The same keys as plain rows."""
+    q, sink = p.q[:, :heads].contiguous(), p.sink[:heads].contiguous()
+    out = torch.empty_like(q)
+    rows, lanes = p.rows_bf16[:, None], p.lanes_bf16[:, None]
+    return lambda: headfit.flash_mla_sparse_fwd(q, rows, lanes, SCALE, attn_sink=sink, out=out, backend=backend)
+
+
+def flashmla_prefill(p: Problem, width: int) -> Call:
+    """FlashMLA's kernel for bf16 rows; the gather that makes them is not in it."""
+    q, sink = p.q[:, :width].contiguous(), p.sink[:width].contiguous()
+    rows, lanes = p.rows_bf16[:, None], p.lanes_bf16[:, None].contiguous()
+    fwd = torch.ops._flashmla_C.sparse_prefill_fwd
+    return lambda: fwd(q, rows, lanes, SCALE, D, sink, None, None)[0]
+
+
+def flashmla_decode(p: Problem, width: int) -> Call:
+    """FlashMLA's kernel for packed pages, its plan made once."""
+    q, sink = p.q[:, None, :width].contiguous(), p.sink[:width].contiguous()
+    lanes = [x[:, None].contiguous() for x in p.lanes]
+    cache2, lanes2 = (p.caches[1], lanes[1]) if len(lanes) == 2 else (None, None)
+    fwd = torch.ops._flashmla_C.sparse_decode_fwd
+    tail = (cache2, lanes2, None, D, SCALE, None, False)
+    _, _, plan, splits = fwd(q, p.caches[0], lanes[0], None, sink, None, None, *tail)
+    return lambda: fwd(q, p.caches[0], lanes[0], None, sink, plan, splits, *tail)[0][:, 0]
+
+
+def oracle_error(p: Problem, heads: int, out: Tensor) -> float:
+    """Relative L2 error of three rows."""
+    some = sorted({0, out.shape[0] // 2, out.shape[0] - 1})
+    rows = [unpack_kv(c).cpu() for c in p.caches]
+    lanes = [x[some][:, None].cpu() for x in p.lanes]
+    sink = p.sink[:heads].cpu()
+    want, _, _ = sparse_mla_reference(p.q[some][:, None, :heads].cpu(), rows, lanes, [None] * len(rows), SCALE, sink)
+    got = out[some].double().cpu()
+    return float((got - want[:, 0]).norm() / want.norm())
+
+
+def graph(call: Call, calls: int) -> torch.cuda.CUDAGraph:
+    """``calls`` calls in one graph."""
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        for _ in range(calls):
+            call()
+    return captured
+
+
+def times(candidates: dict[str, Call], calls: int) -> dict[str, float]:
+    """Median microseconds a call; the candidates alternate, about 40 ms for each."""
+    graphs = {name: graph(call, calls) for name, call in candidates.items()}
+    taken: dict[str, list[float]] = {name: [] for name in graphs}
+    for round_ in range(24):
+        for name, captured in graphs.items():
+            if round_ > 6 and sum(taken[name]) * calls > 40e3:
+                continue
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            captured.replay()
+            end.record()
+            end.synchronize()
+            taken[name].append(start.elapsed_time(end) * 1e3 / calls)
+    return {name: statistics.median(values[1:]) for name, values in taken.items()}  # the first replay warms up
+
+
+def floors(p: Problem, heads: int) -> dict[str, float]:
+    """Microseconds that no kernel can beat: keys through L2, distinct bytes through HBM, the products."""
+    rows = p.q.shape[0]
+    distinct = rows * heads * D * 2 * 2 + sum(x.numel() * 4 for x in p.lanes)
+    distinct += sum(min(c.shape[0] * PAGE, x.numel()) * 584 for c, x in zip(p.caches, p.lanes, strict=True))
+    return {
+        "L2": rows * p.keys * 584 / L2_BYTES_S * 1e6,
+        "HBM": distinct / HBM_BYTES_S * 1e6,
+        "tensor": 4 * D * p.keys * rows * heads / TENSOR_FLOP_S * 1e6,
+    }
+
+
+def measure(name: str, rows: int, heads_list: list[int], backend: str, peer: bool) -> list[dict[str, Any]]:
+    """All head counts of one key set and row count: checked, then timed in turn."""
+    p = problem(name, rows)
+    candidates: dict[str, Call] = {}
+    errors = {}
+    for heads in heads_list:
+        out, call = ours(p, heads, backend)
+        call()
+        errors[heads] = oracle_error(p, heads, out)
+        if not errors[heads] <= 4e-3:
+            raise RuntimeError(f"{name}, {rows} rows, {heads} heads: relative error {errors[heads]:.1e}; nothing timed")
+        candidates[f"ours {heads}"] = call
+        candidates[f"ours bf16 {heads}"] = ours_bf16(p, heads, backend)
+    for width in HEADS if peer else ():
+        for route, make in (("prefill", flashmla_prefill), ("decode", flashmla_decode)):
+            if route == "decode" and width not in DECODE_WIDTHS:
+                continue
+            call = make(p, width)
+            shared = max((h for h in heads_list if h <= width), default=0)
+            if shared:
+                mine, theirs = ours(p, shared, backend), call()[:, :shared].float()
+                mine[1]()
+                off = float((mine[0].float() - theirs).norm() / theirs.norm())
+                if not off <= 1e-2:
+                    raise RuntimeError(
+                        f"FlashMLA {route} {width} differs by {off:.1e} from ours at {name}, {rows} rows"
+                    )
+            candidates[f"{route} {width}"] = call
+    took = times(candidates, max(1, min(10, 2048 // rows)))
+    return [row(name, rows, h, p, took, errors[h]) for h in heads_list]
+
+
+def row(name: str, rows: int, heads: int, p: Problem, took: dict[str, float], error: float) -> dict[str, Any]:
+    """One line of the table."""
+    legal = {n: t for n, t in took.items() if not n.startswith("ours") and int(n.split()[1]) >= heads}
+    best = min(legal, key=lambda n: legal[n]) if legal else None
+    floor = floors(p, heads)
+    limit = max(floor, key=lambda n: floor[n])
+    return {
+        "keys": name,
+        "lanes": [x.shape[1] for x in p.lanes],
+        "rows": rows,
+        "heads": heads,
+        "us": took[f"ours {heads}"],
+        "us_bf16_rows": took[f"ours bf16 {heads}"],
+        "flashmla": legal,
+        "best_route": best,
+        "best_us": legal[best] if best else None,
+        "error": error,
+        "key_bytes": rows * p.keys * 584,
+        "flop": 4 * D * p.keys * rows * heads,
+        "floor_us": floor,
+        "limit": limit,
+    }
+
+
+def crossover_records(lines: list[dict[str, Any]], backend: str) -> list[dict[str, Any]]:
+    """What benchmarks/crossover.py reads: packed pages against FlashMLA's decode, bf16 rows against its prefill."""
+    records = []
+    for line in lines:
+        width = 64 if line["heads"] <= 64 else 128
+        for layout, lanes, mine, route in (
+            ("v4", line["lanes"], line["us"], f"decode {width}"),
+            ("bf16", [sum(line["lanes"])], line["us_bf16_rows"], f"prefill {width}"),
+        ):
+            for name, us in ((backend, mine), ("flashmla", line["flashmla"].get(route))):
+                if us is not None:
+                    shape = {"layout": layout, "lanes": lanes, "rows": line["rows"], "heads": line["heads"]}
+                    records.append({"backend": name, **shape, "us": round(us, 2)})
+    # two key sets of one total are one point for bf16 rows: the first measured stands
+    seen: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for r in records:
+        seen.setdefault((r["backend"], r["layout"], tuple(r["lanes"]), r["rows"], r["heads"]), r)
+    return list(seen.values())
+
+
+def show(lines: list[dict[str, Any]]) -> None:
+    """The table."""
+    names = (
+        "keys",
+        "rows",
+        "h",
+        "headfit us",
+        "FlashMLA us",
+        " by",
+        "ratio",
+        "MB",
+        "GFLOP",
+        "floor us",
+        " of",
+        "x floor",
+    )
+    head = "{:<16}{:>5}{:>4}{:>11}{:>12}{:<12}{:>6}{:>8}{:>8}{:>9}{:<7}{:>8}".format(*names)
+    print(head)
+    for x in lines:
+        floor = x["floor_us"][x["limit"]]
+        peer = (
+            f"{x['best_us']:>12.1f} {x['best_route']:<11}{x['best_us'] / x['us']:>6.2f}"
+            if x["best_us"]
+            else f"{'-':>12} {'-':<11}{'-':>6}"
+        )
+        print(
+            f"{x['keys']:<16}{x['rows']:>5}{x['heads']:>4}{x['us']:>11.1f}{peer}{x['key_bytes'] / 1e6:>8.1f}"
+            f"{x['flop'] / 1e9:>8.1f}{floor:>9.1f} {x['limit']:<6}{x['us'] / floor:>8.1f}"
+        )
+
+
+def environment() -> dict[str, Any]:
+    """What the figures hold for."""
+    import triton
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.split()
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "command": " ".join(["python", "benchmarks/kernels.py", *(a.rpartition("/")[2] for a in sys.argv[1:])]),
+        "commit": commit,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "driver": driver[0] if driver else "",
+        "l2": "hot",
+    }
+
+
+def main() -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", type=Path, help="vLLM's _flashmla_C library; without it only headfit is timed")
+    parser.add_argument("--backend", default="triton")
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    parser.add_argument("--heads", default=",".join(map(str, HEADS)))
+    parser.add_argument("--keys", default=";".join(KEY_SETS), help="; between names")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("no CUDA device: this benchmark times GPU kernels", file=sys.stderr)
+        return 2
+    if options.library:
+        torch.ops.load_library(str(options.library.resolve()))
+    heads = [int(h) for h in options.heads.split(",")]
+    lines: list[dict[str, Any]] = []
+    for name in options.keys.split(";"):
+        for rows in (int(r) for r in options.rows.split(",")):
+            lines += measure(name, rows, heads, options.backend, bool(options.library))
+            torch.cuda.empty_cache()
+    show(lines)
+    if options.json:
+        content = {**environment(), "records": crossover_records(lines, options.backend), "lines": lines}
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
