@@ -5,19 +5,19 @@ anything that runs on the host. (No ``from __future__ import annotations``: Trit
 
 Orientation. Keys are the rows of a tile (M), heads its columns (N): ``S^T = K Q^T`` and ``O^T += K^T P^T``. A head is
 then one column of every matrix product: its bits depend neither on how many columns stand beside it nor on what they
-hold. The 512 dims of V are eight chunks of 64, each with an accumulator of its own.
+hold. The 512 dims of V are cut into pieces of 128 or 64, each with an accumulator of its own.
 """
 
 # mypy: ignore-errors
-# ruff: noqa: RUF005 -- Triton code concatenates tuples, it does not unpack them
+# ruff: noqa: RUF005, SIM109 -- Triton code concatenates tuples and compares one by one
 
 import triton
 import triton.language as tl
 
-BF16 = tl.constexpr(0)  # plain bf16 rows
+BF16 = tl.constexpr(0)  # plain bf16 rows of 512 dims
 V4 = tl.constexpr(1)  # 448 e4m3, 64 bf16, scales in the footer of the page
 V32 = tl.constexpr(2)  # 512 e4m3, 4 float32 scales, 64 bf16
-CHUNK = tl.constexpr(64)  # dims of a chunk: one scale group of v4, half of one of v32
+BF16_TAIL = tl.constexpr(3)  # plain bf16 rows of 576 dims
 # What the target computes with: e4m3 conversions, else integer steps; and whether bf16 products exist at all.
 INTERPRETER = tl.constexpr(0)
 INTEGER = tl.constexpr(1)
@@ -39,15 +39,54 @@ def clamped_length(lengths, position, present, topk):
     return tl.minimum(tl.maximum(n, 0), topk)
 
 
+@triton.constexpr_function
+def nope_end(layout):
+    """The first dim that is not e4m3 in a packed row; 512 in a bf16 row."""
+    return 448 if layout == 1 else 512
+
+
+@triton.constexpr_function
+def piece_start(p, layout, wide):
+    """First dim of piece ``p`` of a row: it is cut into ``wide`` dims as far as ``nope_end``, then into 64."""
+    pieces = (448 if layout == 1 else 512) // wide
+    return p * wide if p < pieces else pieces * wide + (p - pieces) * 64
+
+
+@triton.constexpr_function
+def piece_size(p, layout, wide):
+    """Dims of piece ``p``."""
+    return wide if p < (448 if layout == 1 else 512) // wide else 64
+
+
+@triton.constexpr_function
+def v_pieces(layout, wide):
+    """Pieces of the 512 dims of V."""
+    pieces = (448 if layout == 1 else 512) // wide
+    return pieces + (512 - pieces * wide) // 64
+
+
+@triton.constexpr_function
+def piece_count(layout, wide):
+    """Pieces of a row: those of V, and one more where a row has 576 dims."""
+    pieces = (448 if layout == 1 else 512) // wide
+    return pieces + (512 - pieces * wide) // 64 + (1 if layout >= 2 else 0)
+
+
 @triton.jit
-def load_q(q, column, mask, D_QK: tl.constexpr):
-    """The query row of each head as chunks ``[64 dims, H heads]``; columns past the last head are 0, never stored."""
-    dims = tl.arange(0, CHUNK)
-    pointers = q + column[None, :] + dims[:, None]
-    chunks = ()
-    for g in tl.static_range(D_QK // CHUNK):
-        chunks = chunks + (tl.load(pointers + g * CHUNK, mask=mask[None, :], other=0.0),)
-    return chunks
+def piece_dims(p: tl.constexpr, LAYOUT: tl.constexpr, WIDE: tl.constexpr):
+    """The dims of piece ``p``."""
+    return tl.arange(0, piece_size(p, LAYOUT, WIDE)) + piece_start(p, LAYOUT, WIDE)
+
+
+@triton.jit
+def load_q(q, column, mask, LAYOUT: tl.constexpr, WIDE: tl.constexpr):
+    """The query row of each head in pieces ``[dims, H heads]``; columns past the last head are 0, never stored."""
+    pointers = q + column[None, :]
+    pieces = ()
+    for p in tl.static_range(piece_count(LAYOUT, WIDE)):
+        place = pointers + piece_dims(p, LAYOUT, WIDE)[:, None]
+        pieces = pieces + (tl.load(place, mask=mask[None, :], other=0.0),)
+    return pieces
 
 
 @triton.jit
@@ -74,59 +113,87 @@ def locate(index, slots, page, page_stride, row_stride, LAYOUT: tl.constexpr, PO
         begin = first + row.to(tl.int64) * row_stride
     scales = first + page_size * 576 + row * 8
     if ALIGN == 16:
-        begin = tl.multiple_of(begin, 8 if LAYOUT == BF16 else 16)
+        begin = tl.multiple_of(begin, 8 if LAYOUT == BF16 or LAYOUT == BF16_TAIL else 16)
         scales = tl.multiple_of(scales, 8)
     return begin, scales, valid
 
 
 @triton.jit
-def little_endian(cache, begin, valid, BYTES: tl.constexpr):
-    """An integer of BYTES bytes at each address, for caches whose alignment allows no wider load."""
-    value = tl.load(cache + begin, mask=valid, other=0).to(tl.int64)
-    for i in tl.static_range(1, BYTES):
-        value |= tl.load(cache + begin + i, mask=valid, other=0).to(tl.int64) << (8 * i)
-    return value
+def load_words(rows, word, mask, ALIGN: tl.constexpr):
+    """32-bit word ``word`` of each row; byte by byte where the cache's alignment allows no wider load."""
+    if ALIGN == 16:
+        words = tl.load(rows.to(tl.pointer_type(tl.int32)) + word, mask=mask, other=0)
+    else:
+        words = tl.load(rows + word * 4, mask=mask, other=0).to(tl.int32)
+        for i in tl.static_range(1, 4):
+            words |= tl.load(rows + (word * 4 + i), mask=mask, other=0).to(tl.int32) << (8 * i)
+    return words
 
 
 @triton.jit
-def load_bf16_chunk(cache, begin, valid, ALIGN: tl.constexpr):
-    """64 bf16 dims of each row, from a byte cache."""
-    dims = tl.arange(0, CHUNK)
-    if ALIGN > 1:
-        rows = (cache + begin).to(tl.pointer_type(tl.bfloat16))
-        return tl.load(rows[:, None] + dims[None, :], mask=valid[:, None], other=0.0)
-    pointers = (cache + begin)[:, None] + 2 * dims[None, :]
-    low = tl.load(pointers, mask=valid[:, None], other=0).to(tl.int16)
-    high = tl.load(pointers + 1, mask=valid[:, None], other=0).to(tl.int16)
-    return (low | (high << 8)).to(tl.bfloat16, bitcast=True)
+def fetch(cache, begin, valid, p: tl.constexpr, LAYOUT: tl.constexpr, WIDE: tl.constexpr, ALIGN: tl.constexpr):
+    """Piece ``p`` of each row as it stands in memory; lanes that are not valid load nothing and are 0.
+
+    Of a packed cache: the words of a piece of e4m3 dims, or two times 16 words of the rope dims. Words, because they
+    wait in registers for their turn, and single bytes would take a register each.
+    """
+    mask = valid[:, None]
+    rows = (cache + begin)[:, None]
+    if LAYOUT == BF16 or LAYOUT == BF16_TAIL:
+        raw = (tl.load(rows + piece_dims(p, LAYOUT, WIDE)[None, :], mask=mask, other=0.0),)
+    elif piece_start(p, LAYOUT, WIDE) < nope_end(LAYOUT):
+        word = tl.arange(0, piece_size(p, LAYOUT, WIDE) // 4) + piece_start(p, LAYOUT, WIDE) // 4
+        raw = (load_words(rows, word[None, :], mask, ALIGN),)
+    else:
+        # Column c of the first half is word 8 * (c // 4) + c % 4, of the second half the word 4 further on: a thread
+        # that holds 4 columns of both then holds 16 dims in a row, as it does in the other pieces.
+        column = tl.arange(0, 16)[None, :]
+        half = (column // 4) * 8 + column % 4 + (112 if LAYOUT == V4 else 132)
+        raw = (load_words(rows, half, mask, ALIGN), load_words(rows, half + 4, mask, ALIGN))
+    return raw
 
 
 @triton.jit
 def load_scales(cache, begin, scales, valid, LAYOUT: tl.constexpr, ALIGN: tl.constexpr):
-    """One float32 scale for each chunk of e4m3 dims.
-
-    An e8m0 byte b means 2^(b-127). Shifted into a float32 exponent it is that value for 1..254; byte 0 is the subnormal
-    2^-127 and byte 255 is NaN, which both want the same mantissa bit.
-    """
+    """v4: the footer's 7 e8m0 bytes as one integer; v32: four float32."""
     out = ()
     if LAYOUT == V4:
         if ALIGN == 16:
             packed = tl.load((cache + scales).to(tl.pointer_type(tl.int64)), mask=valid, other=0)
         else:
-            packed = little_endian(cache, scales, valid, 7)
-        for g in tl.static_range(7):
-            byte = ((packed >> (8 * g)) & 255).to(tl.int32)
-            extreme = (byte == 0) | (byte == 255)
-            out = out + (tl.where(extreme, (byte << 23) | 0x400000, byte << 23).to(tl.float32, bitcast=True),)
+            packed = tl.load(cache + scales, mask=valid, other=0).to(tl.int64)
+            for i in tl.static_range(1, 7):
+                packed |= tl.load(cache + scales + i, mask=valid, other=0).to(tl.int64) << (8 * i)
+        out = (packed,)
     if LAYOUT == V32:
         for g in tl.static_range(4):
-            if ALIGN == 16:
-                place = (cache + begin + 512).to(tl.pointer_type(tl.float32)) + g
-                scale = tl.load(place, mask=valid, other=0.0)
-            else:
-                scale = little_endian(cache, begin + 512 + 4 * g, valid, 4).to(tl.int32).to(tl.float32, bitcast=True)
-            out = out + (scale, scale)
+            out = out + (load_words(cache + begin, 128 + g, valid, ALIGN).to(tl.float32, bitcast=True),)
     return out
+
+
+@triton.jit
+def e8m0(packed, g: tl.constexpr):
+    """The float32 scale of v4's group ``g`` of each row.
+
+    A byte b means 2^(b-127). Shifted into a float32 exponent it is that value for 1..254; byte 0 is the subnormal
+    2^-127 and byte 255 is NaN, which both want the same mantissa bit.
+    """
+    byte = ((packed >> (8 * g)) & 255).to(tl.int32)
+    extreme = (byte == 0) | (byte == 255)
+    return tl.where(extreme, (byte << 23) | 0x400000, byte << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_of(scales, p: tl.constexpr, LAYOUT: tl.constexpr, WIDE: tl.constexpr):
+    """The float32 scales of the dims of piece ``p``, to be broadcast over them."""
+    if LAYOUT == V4:
+        scale = e8m0(scales[0], piece_start(p, LAYOUT, WIDE) // 64)[:, None]
+        if piece_size(p, LAYOUT, WIDE) == 128:
+            second = e8m0(scales[0], piece_start(p, LAYOUT, WIDE) // 64 + 1)[:, None]
+            scale = tl.where(tl.arange(0, 128)[None, :] < 64, scale, second)
+    else:
+        scale = scales[piece_start(p, LAYOUT, WIDE) // 128][:, None]
+    return scale
 
 
 @triton.jit
@@ -142,7 +209,7 @@ def to_bf16(x, MATH: tl.constexpr):
 
 @triton.jit
 def dequantise(raw, scale, MATH: tl.constexpr):
-    """e4m3 bytes times a scale per row, rounded to bf16: the same two float32 steps as ``cache.unpack_kv``.
+    """e4m3 bytes times their scales, rounded to bf16: the same two float32 steps as ``cache.unpack_kv``.
 
     Without conversion instructions (SM80, the interpreter) the byte's fields are placed in a float32, whose
     exponent is then 120 too low: multiplying by 2^120 is exact, also for e4m3 subnormals.
@@ -155,46 +222,66 @@ def dequantise(raw, scale, MATH: tl.constexpr):
         bits = ((byte & 0x80) << 24) | (field << 20)
         value = bits.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
         value = tl.where(field == 0x7F, float("nan"), value)
-    return to_bf16(value * scale[:, None], MATH)
+    return to_bf16(value * scale, MATH)
 
 
 @triton.jit
-def anchor(chunk, cache, begin, never):
-    """``chunk`` itself, as the result of a load that never happens.
+def unpack_bytes(words):
+    """Words ``[keys, n]`` as bytes ``[keys, 4 * n]``, the low byte first."""
+    low = tl.join(words.to(tl.uint8), (words >> 16).to(tl.uint8))
+    high = tl.join((words >> 8).to(tl.uint8), (words >> 24).to(tl.uint8))
+    return tl.reshape(tl.join(low, high), (words.shape[0], 4 * words.shape[1]))
 
-    Triton keeps the left operand of a Hopper matrix product in shared memory, shared by both products, when it comes
-    from a load; when it comes from arithmetic, it moves the arithmetic behind two layout conversions and does it twice.
-    ``never`` is false in a way that Triton's own passes do not see and LLVM does, so no instruction is left of it.
+
+@triton.jit
+def unpack_rope(first, second):
+    """The two halves of the rope words, as ``fetch`` cut them, as bf16 ``[keys, 64]``."""
+    KEYS: tl.constexpr = first.shape[0]
+    a = tl.join(first.to(tl.int16), (first >> 16).to(tl.int16))
+    b = tl.join(second.to(tl.int16), (second >> 16).to(tl.int16))
+    both = tl.join(tl.reshape(a, (KEYS, 32)), tl.reshape(b, (KEYS, 32)))
+    both = tl.permute(tl.reshape(both, (KEYS, 4, 8, 2)), (0, 1, 3, 2))
+    return tl.reshape(both, (KEYS, 64)).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def anchor(tile, cache, never):
+    """``tile`` itself, as the result of a load that never happens.
+
+    Triton keeps the left operand of a Hopper matrix product in shared memory, one copy for both products, when it comes
+    from a load; when it comes from arithmetic, it moves the arithmetic behind layout conversions and does it twice. A
+    load also fixes the layout of its result: 16 elements of a row to a thread, as the bytes were read.
+    ``never`` is 0 in no case, which Triton's own passes do not see and LLVM does: no instruction is left of the load.
     """
-    dims = tl.arange(0, CHUNK)
-    pointers = (cache + begin).to(tl.pointer_type(tl.bfloat16))[:, None] + dims[None, :]
-    return tl.load(pointers, mask=(tl.zeros((chunk.shape[0], CHUNK), tl.int32) + never) == 0, other=chunk)
+    KEYS: tl.constexpr = tile.shape[0]
+    pointers = (cache + tl.arange(0, KEYS) * 64).to(tl.pointer_type(tile.dtype))
+    pointers = pointers[:, None] + tl.arange(0, tile.shape[1])[None, :]
+    return tl.load(pointers, mask=(tl.zeros(tile.shape, tl.int32) + never) == 0, other=tile)
 
 
 @triton.jit
-def load_rows(
-    cache, begin, scales, valid, never,
-    LAYOUT: tl.constexpr, D_QK: tl.constexpr, ALIGN: tl.constexpr, MATH: tl.constexpr,
+def decode(
+    raw, scales, valid, cache, never,
+    p: tl.constexpr, LAYOUT: tl.constexpr, WIDE: tl.constexpr, MATH: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a tile as bf16 chunks ``[BLOCK keys, 64 dims]``; lanes that are not valid load nothing and are 0."""
-    dims = tl.arange(0, CHUNK)
-    chunks = ()
-    if LAYOUT == BF16:
-        for g in tl.static_range(D_QK // CHUNK):
-            pointers = (cache + begin)[:, None] + (dims + g * CHUNK)[None, :]
-            chunks = chunks + (tl.load(pointers, mask=valid[:, None], other=0.0),)
+    """Piece ``p`` as ``fetch`` returned it, as bf16 ``[keys, dims]``.
+
+    The tail of a 576-dim row is no V and comes last. It alone is not to come from a load: its place in shared memory
+    would be given to the weights of the second product, and the ptxas of Triton 3.6 then reads the descriptor of that
+    product from registers that it writes later.
+    """
+    if LAYOUT == BF16 or LAYOUT == BF16_TAIL:
+        piece = raw[0]
+        if piece_start(p, LAYOUT, WIDE) == 512:
+            piece = tl.where(valid[:, None], piece, 0.0)
+    elif piece_start(p, LAYOUT, WIDE) < nope_end(LAYOUT):
+        data = anchor(unpack_bytes(raw[0]), cache, never)
+        piece = anchor(dequantise(data, scale_of(scales, p, LAYOUT, WIDE), MATH), cache, never)
     else:
-        NOPE: tl.constexpr = 7 if LAYOUT == V4 else 8
-        raw = ()
-        for g in tl.static_range(NOPE):  # all loads of a tile first, then the arithmetic
-            pointers = (cache + begin)[:, None] + (dims + g * CHUNK)[None, :]
-            raw = raw + (tl.load(pointers, mask=valid[:, None], other=0),)
-        rope = load_bf16_chunk(cache, begin + (448 if LAYOUT == V4 else 528), valid, ALIGN)
-        scale = load_scales(cache, begin, scales, valid, LAYOUT, ALIGN)
-        for g in tl.static_range(NOPE):
-            chunks = chunks + (anchor(dequantise(raw[g], scale[g], MATH), cache, begin, never),)
-        chunks = chunks + (rope,)
-    return chunks
+        piece = unpack_rope(raw[0], raw[1])
+        if LAYOUT == V4:
+            piece = anchor(piece, cache, never)
+    return piece
 
 
 @triton.jit
@@ -206,45 +293,108 @@ def product(a, b, acc, MATH: tl.constexpr):
 
 
 @triton.jit
+def listed_keys(t, end, full1, idx1, idx2, lanes1, lanes2, BLOCK: tl.constexpr):
+    """The indices of tile ``t``, -1 past the row's lanes and in a tile at or past ``end``."""
+    one = t < full1
+    lane = tl.where(one, t, t - full1) * BLOCK + tl.arange(0, BLOCK)
+    lanes = tl.where(t < end, tl.where(one, lanes1, lanes2), 0)
+    return tl.load(tl.where(one, idx1, idx2) + lane, mask=lane < lanes, other=-1)
+
+
+@triton.jit
+def locate_tile(
+    t, end, full1, idx1, idx2, lanes1, lanes2,
+    slots1, slots2, page1, page2, page_stride1, page_stride2, row_stride1, row_stride2,
+    LAYOUT: tl.constexpr, BLOCK: tl.constexpr, POW2: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """``locate`` for the keys of tile ``t`` of a row."""
+    one = t < full1
+    return locate(
+        listed_keys(t, end, full1, idx1, idx2, lanes1, lanes2, BLOCK), tl.where(one, slots1, slots2),
+        tl.where(one, page1, page2), tl.where(one, page_stride1, page_stride2), tl.where(one, row_stride1, row_stride2),
+        LAYOUT, POW2, ALIGN,
+    )  # fmt: skip
+
+
+@triton.jit
 def attend_tiles(
     q, kv1, kv2, idx1, idx2, lanes1, lanes2, tile0, tiles, full1,
     slots1, slots2, page1, page2, page_stride1, page_stride2, row_stride1, row_stride2, scale_log2, h_q,
-    LAYOUT: tl.constexpr, D_QK: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
-    POW2: tl.constexpr, ALIGN: tl.constexpr, MATH: tl.constexpr, STAGES: tl.constexpr,
+    LAYOUT: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, POW2: tl.constexpr,
+    ALIGN: tl.constexpr, MATH: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over ``tiles`` tiles of a row, from tile ``tile0`` of its list: first set, then second set.
 
-    The first ``full1`` tiles of a row are those of the first set. Returns eight accumulators ``[64 dims, H]``, the
-    running maximum (in log2 units) and the sum of the weights, neither of them normalised.
+    The first ``full1`` tiles of a row are those of the first set. Returns accumulators ``[dims, H]``, one a piece
+    of the first 512 dims, the running maximum (in log2 units) and the sum of the weights; nothing is normalised. With
+    AHEAD, that many pieces are on their way at any time, in registers, the next tile's among them; the barrier of each
+    product keeps the compiler from having more, which would not fit. Without, all pieces of a tile are loaded at once.
     """
+    PIECES: tl.constexpr = piece_count(LAYOUT, WIDE)
     peak = tl.full((H,), float("-inf"), tl.float32)
     weights = tl.zeros((BLOCK, H), tl.float32)
     acc = ()
-    for _ in tl.static_range(8):
-        acc = acc + (tl.zeros((CHUNK, H), tl.float32),)
-    # Loop-invariant code motion would keep dozens of matrix descriptors in registers, and spill them.
-    for t in tl.range(tile0, tile0 + tiles, num_stages=STAGES, disable_licm=True):
-        one = t < full1
-        lane = tl.where(one, t, t - full1) * BLOCK + tl.arange(0, BLOCK)
-        listed = tl.load(tl.where(one, idx1, idx2) + lane, mask=lane < tl.where(one, lanes1, lanes2), other=-1)
-        begin, scales, valid = locate(
-            listed, tl.where(one, slots1, slots2), tl.where(one, page1, page2),
-            tl.where(one, page_stride1, page_stride2), tl.where(one, row_stride1, row_stride2), LAYOUT, POW2, ALIGN,
+    for p in tl.static_range(v_pieces(LAYOUT, WIDE)):
+        acc = acc + (tl.zeros((piece_size(p, LAYOUT, WIDE), H), tl.float32),)
+    end = tile0 + tiles
+    if AHEAD:
+        begin, footer, valid = locate_tile(
+            tile0, end, full1, idx1, idx2, lanes1, lanes2, slots1, slots2, page1, page2, page_stride1, page_stride2,
+            row_stride1, row_stride2, LAYOUT, BLOCK, POW2, ALIGN,
         )  # fmt: skip
-        k = load_rows(tl.where(one, kv1, kv2), begin, scales, valid, h_q | 1, LAYOUT, D_QK, ALIGN, MATH)
+        cache = tl.where(tile0 < full1, kv1, kv2)
+        scales = load_scales(cache, begin, footer, valid, LAYOUT, ALIGN)
+        flight = ()
+        for p in tl.static_range(AHEAD):
+            flight = flight + (fetch(cache, begin, valid, p, LAYOUT, WIDE, ALIGN),)
+    # Loop-invariant code motion would keep dozens of matrix descriptors in registers, and spill them.
+    for t in tl.range(tile0, end, num_stages=STAGES, disable_licm=True):
+        k = ()
         s = tl.zeros((BLOCK, H), tl.float32)
-        for g in tl.static_range(D_QK // CHUNK):
-            s = product(k[g], q[g], s, MATH)
-        s = tl.where(valid[:, None], s * scale_log2, float("-inf"))
+        if AHEAD:
+            cache = tl.where(t < full1, kv1, kv2)
+            now = scales
+            for p in tl.static_range(PIECES):
+                piece = decode(flight[0], now, valid, kv1, h_q | 1, p, LAYOUT, WIDE, MATH)
+                s = product(piece, q[p], s, MATH)
+                k = k + (piece,)
+                if p + AHEAD == PIECES:
+                    begin, footer, valid = locate_tile(
+                        t + 1, end, full1, idx1, idx2, lanes1, lanes2, slots1, slots2, page1, page2, page_stride1,
+                        page_stride2, row_stride1, row_stride2, LAYOUT, BLOCK, POW2, ALIGN,
+                    )  # fmt: skip
+                    cache = tl.where(t + 1 < full1, kv1, kv2)
+                    scales = load_scales(cache, begin, footer, valid, LAYOUT, ALIGN)
+                moved = ()
+                for i in tl.static_range(1, AHEAD):
+                    moved = moved + (flight[i],)
+                flight = moved + (fetch(cache, begin, valid, (p + AHEAD) % PIECES, LAYOUT, WIDE, ALIGN),)
+        else:
+            begin, footer, valid = locate_tile(
+                t, end, full1, idx1, idx2, lanes1, lanes2, slots1, slots2, page1, page2, page_stride1, page_stride2,
+                row_stride1, row_stride2, LAYOUT, BLOCK, POW2, ALIGN,
+            )  # fmt: skip
+            cache = tl.where(t < full1, kv1, kv2)
+            scales = load_scales(cache, begin, footer, valid, LAYOUT, ALIGN)
+            flight = ()
+            for p in tl.static_range(PIECES):
+                flight = flight + (fetch(cache, begin, valid, p, LAYOUT, WIDE, ALIGN),)
+            for p in tl.static_range(PIECES):
+                k = k + (decode(flight[p], scales, valid, kv1, h_q | 1, p, LAYOUT, WIDE, MATH),)
+            for p in tl.static_range(PIECES):
+                s = product(k[p], q[p], s, MATH)
+        listed = listed_keys(t, end, full1, idx1, idx2, lanes1, lanes2, BLOCK)
+        here = (listed >= 0) & (listed.to(tl.int64) < tl.where(t < full1, slots1, slots2))
+        s = tl.where(here[:, None], s * scale_log2, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(s, 0))
         base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # no valid key yet: every weight is exp2(-inf) = 0
-        p = tl.exp2(s - base[None, :])
+        weight = tl.exp2(s - base[None, :])
         decay = tl.exp2(peak - base)
-        weights = weights * decay[None, :] + p
-        p16 = to_bf16(p, MATH)
+        weights = weights * decay[None, :] + weight
+        rounded = to_bf16(weight, MATH)
         new_acc = ()
-        for g in tl.static_range(8):
-            new_acc = new_acc + (product(tl.trans(k[g]), p16, acc[g] * decay[None, :], MATH),)
+        for p in tl.static_range(v_pieces(LAYOUT, WIDE)):
+            new_acc = new_acc + (product(tl.trans(k[p]), rounded, acc[p] * decay[None, :], MATH),)
         acc = new_acc
         peak = new_peak
     return acc, peak, tl.sum(weights, 0)

@@ -26,9 +26,15 @@ from headfit.kernels.merge import sparse_mla_merge
 from headfit.kernels.triton_decode import sparse_mla_split
 from headfit.kernels.triton_prefill import sparse_mla_prefill
 
-LAYOUTS = {"bf16": common.BF16.value, "v4": common.V4.value, "v32": common.V32.value}
+LAYOUTS = {  # (layout, d_qk) -> what the device code calls it
+    ("bf16", 512): common.BF16.value,
+    ("v4", 512): common.V4.value,
+    ("v32", 576): common.V32.value,
+    ("bf16", 576): common.BF16_TAIL.value,
+}
 INTERPRETED = not hasattr(sparse_mla_prefill, "device_caches")  # decorated under TRITON_INTERPRET=1
 LOG2_E = 1.4426950408889634
+MERGE_WARPS = 4  # 128 threads x 4 dims: a warp reads 512 B of a share at once
 _recorders: list[list[str]] = []
 
 
@@ -65,8 +71,9 @@ def unsupported(call: SparseCall) -> str | None:
     if device != ("cpu" if INTERPRETED else "cuda"):
         return f"runs on {'cpu' if INTERPRETED else 'cuda'} tensors here, q is on {device}"
     layouts = {k.layout for k in call.key_sets}
-    if len(layouts) > 1 or not layouts <= set(LAYOUTS):
-        return f"takes one layout a call, out of {', '.join(LAYOUTS)}; got {sorted(layouts)}"
+    known = {name for name, _ in LAYOUTS}
+    if len(layouts) > 1 or not layouts <= known:
+        return f"takes one layout a call, out of {', '.join(sorted(known))}; got {', '.join(sorted(layouts))}"
     return None
 
 
@@ -89,25 +96,28 @@ def record_variants() -> Iterator[list[str]]:
 
 def plan(call: SparseCall, arch: archs.Arch) -> Plan:
     """The launches of a call, from shapes, strides and the chip alone."""
-    config = configs.choose(call.h_q, arch)
+    layout = call.key_sets[0].layout
+    config = configs.choose(call.h_q, arch, layout, split=True)
     tiles = sum(-(-k.topk // config.block) for k in call.key_sets)
     if call.batch_invariant:
-        share = max(1, configs.INVARIANT_KEYS // config.block)
-        splits, tiles_per_split = max(1, -(-tiles // share)), share
+        tiles_per_split = max(1, configs.INVARIANT_KEYS // config.block)
+        splits = max(1, -(-tiles // tiles_per_split))
     else:
         splits, tiles_per_split = configs.split_count(call.rows, tiles, config, arch), 0
         if splits == 1:
-            splits = 0
+            splits, config = 0, configs.choose(call.h_q, arch, layout, split=False)
+    align = min(_alignment(k) for k in call.key_sets)
     constants = {
-        "LAYOUT": LAYOUTS[call.key_sets[0].layout],
-        "D_QK": call.d_qk,
+        "LAYOUT": LAYOUTS[layout, call.d_qk],
         "H": config.head_tile,
         "BLOCK": config.block,
         "POW2": all(k.page_size & (k.page_size - 1) == 0 for k in call.key_sets),
-        "ALIGN": min(_alignment(k) for k in call.key_sets),
+        "ALIGN": align,
         "UNIT": _unit(call),
         "MATH": _math(arch),
         "STAGES": config.stages,
+        "WIDE": config.wide,
+        "AHEAD": config.ahead if layout != "bf16" and align == 16 else 0,
     }
     return Plan(config, -(-call.h_q // config.head_tile), splits, tiles_per_split, tuple(constants.items()))
 
@@ -188,9 +198,6 @@ def _run_split(call: SparseCall, chosen: Plan) -> None:
             **_statistics(call, max_logits), row0=row0, s_q=call.q.shape[1], h_q=h_q, flags=flags, splits=splits,
             UNIT=unit, MATH=dict(chosen.constants)["MATH"], num_warps=MERGE_WARPS,
         )  # fmt: skip
-
-
-MERGE_WARPS = 2
 
 
 def _options(config: configs.Config) -> dict[str, int]:
