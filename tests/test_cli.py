@@ -382,6 +382,99 @@ def test_doctor_refuses_bad_input_in_one_line(arguments, capsys):
     assert err.count("\n") == 1
 
 
+WITHOUT_GPU = "headfit: nothing was compiled: no CUDA device"
+
+
+@pytest.mark.parametrize("interpret", ["0", "1"])
+def test_warmup_without_a_gpu_says_so(interpret, monkeypatch, capsys):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    assert cli.run(["warmup"]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(WITHOUT_GPU)
+    assert "run it where the model will be served" in err
+    assert (out, err.count("\n")) == ("", 1)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """What warmup was asked to compile, on a machine that claims two GPUs."""
+    import torch
+
+    from headfit import kernels
+
+    pytest.importorskip("triton")
+    warm = pytest.importorskip("headfit.kernels.warmup")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(kernels, "why_not", lambda name: None)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    asked: list[tuple] = []
+
+    def compile_all(heads, layouts, page_sizes, device):
+        asked.append((list(heads), list(layouts), list(page_sizes), device))
+        return {f"split h={-(-heads[0] // 16) * 16}": 3.0 / len(asked)}
+
+    monkeypatch.setattr(warm, "warmup", compile_all)
+    return asked
+
+
+def test_warmup_compiles_what_the_ranks_launch(two_gpus, capsys):
+    assert cli.run(["warmup", "--policy", "native"]) == 0
+    assert two_gpus == [([h], ["v4"], [64], "cuda:0") for h in (1, 2, 4, 8, 16, 32, 64)]
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0].split() == ["3.00", "s", "split", "h=16"]  # the first time, not the last
+    assert out.splitlines()[-1].startswith("3 kernels ready for 1, 2, 4, 8, 16, 32, 64 heads, in ")
+    assert err.splitlines()[0] == "headfit: compiling for 1 heads"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "heads"),
+    [
+        (["--tp", "8", "--policy", "native"], [8]),
+        (["--tp", "8", "--policy", "padded"], [64]),
+        (["--tp", "8", "--policy", "native", "--model", "deepseek-v4-pro"], [16]),
+    ],
+)
+def test_warmup_follows_policy_and_model(arguments, heads, two_gpus):
+    more = ["--gpu", "1", "--layout", "v4", "--layout", "bf16", "--page-size", "48"]
+    assert cli.run(["warmup", *arguments, *more]) == 0
+    assert two_gpus == [([h], ["v4", "bf16"], [48], "cuda:1") for h in heads]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--tp", "3"], "--tp 3 does not split the 64 heads: use one of 1, 2, 4"),
+        (["--policy", "wide"], "got 'wide', accepted are native, sm12x-prefill, padded"),
+        (["--gpu", "2"], "--gpu 2 is not here: accepted are 0 to 1"),
+        (["--gpu", "h200"], "--gpu"),
+        (["--model", "/no/such"], "/no/such"),
+        (["--page-size", "0"], "--page-size"),
+    ],
+)
+def test_warmup_refuses_bad_input_in_one_line(arguments, says, two_gpus, capsys):
+    assert cli.run(["warmup", *arguments]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("headfit: ")
+    assert says in err
+    assert err.count("\n") == 1
+    assert two_gpus == []
+
+
+def test_warmup_refuses_an_unknown_layout(monkeypatch, two_gpus, capsys):
+    from headfit.kernels import warmup as warm
+
+    def refuse(*arguments):
+        raise ValueError("layouts: got 'v9', accepted are 'v4'")
+
+    monkeypatch.setattr(warm, "warmup", refuse)
+    assert cli.run(["warmup", "--layout", "v9"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "headfit: layouts: got 'v9', accepted are 'v4'"
+
+
 def test_installed_package_carries_the_readme(monkeypatch, tmp_path):
     """Outside a checkout the default prompt is the package's description."""
     monkeypatch.setattr(subject, "__file__", str(tmp_path / "a" / "b" / "subject.py"))

@@ -310,3 +310,52 @@ def doctor(
     else:
         Console().print(clinic.render(found))
     return 0
+
+
+# ---------------------------------------------------------------- warmup
+
+
+@app.command()
+def warmup(
+    model: Annotated[
+        str, typer.Option(help="deepseek-v4-flash, deepseek-v4-pro, or a checkpoint folder.")
+    ] = "deepseek-v4-flash",
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel size. Default: every size that fits.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help=f"Width policy: {', '.join(data.POLICIES)}. Default: as the environment says.")
+    ] = None,
+    layout: Annotated[
+        list[str] | None, typer.Option(help="Latent cache: v4 (default), v32, bf16 or bf16-576. May be repeated.")
+    ] = None,
+    page_size: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Tokens a page (default 64). May be repeated; powers of two are one."),
+    ] = None,
+    gpu: Annotated[int, typer.Option(min=0, help="Number of the GPU to compile on; one of each kind is enough.")] = 0,
+) -> int:
+    """Compile the Triton kernels that the ranks of a model launch into Triton's cache, ahead of serving."""
+    if policy is not None:
+        _one_of(*data.POLICIES)(policy)
+    from headfit import prepare
+
+    reason = prepare.why_not(gpu)
+    if reason is not None:
+        raise ranks.InputError(f"nothing was compiled: {reason}")
+    from headfit.kernels.warmup import warmup as compile_all
+
+    ready: dict[str, float] = {}
+    try:
+        heads = prepare.heads_to_launch(model, tp, policy)
+        with screen.progress() as show:
+            for done, count in enumerate(heads):
+                text = f"compiling for {count} heads"
+                show({"event": "progress", "done": done, "total": len(heads), "text": text})
+                made = compile_all([count], layout or ["v4"], page_size or [64], f"cuda:{gpu}")
+                for name, seconds in made.items():
+                    ready.setdefault(name, seconds)  # later it is only launched
+    except (ValueError, OSError) as error:
+        raise ranks.InputError(str(error)) from None
+    for name, seconds in ready.items():
+        print(f"{data.duration(seconds):>8}  {name}")
+    print(f"{len(ready)} kernels ready for {', '.join(map(str, heads))} heads, in {prepare.cache_folder()}")
+    return 0
