@@ -7,8 +7,9 @@ A records file is what a benchmark of the backends writes::
     {"gpu": "NVIDIA H200", "command": "...", "commit": "...", "torch": "...", "triton": "...",
      "records": [{"backend": "triton", "layout": "v4", "lanes": [128, 512], "rows": 4096, "heads": 8, "us": 402.0}]}
 
-Everything beside ``gpu`` and ``records`` is kept as provenance. Records of one shape become one point; a shape that
-only one backend was timed at says nothing about an order and is left out. The result is checked by reading it back.
+Everything beside ``gpu``, ``records`` and ``lines`` (a benchmark's own table) is kept as provenance. Records of one shape
+become one point, later files first; a shape that only one backend was timed at says nothing about an order and is left
+out. The result is checked by reading it back.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def table(files: list[dict[str, Any]]) -> dict[str, Any]:
     by_gpu: dict[str, dict[str, Any]] = {}
     for content in files:
         entry = by_gpu.setdefault(content["gpu"], {"gpu": content["gpu"], "measured": [], "shapes": {}})
-        entry["measured"].append({k: v for k, v in content.items() if k not in ("gpu", "records")})
+        entry["measured"].append({k: v for k, v in content.items() if k not in ("gpu", "records", "lines")})
         for record in content["records"]:
             if not getattr(REGISTRY.get(record["backend"]), "automatic", False):
                 raise ValueError(f"backend: {record['backend']!r} is not one that backend=None may choose")
@@ -50,13 +51,23 @@ def table(files: list[dict[str, Any]]) -> dict[str, Any]:
     return content
 
 
+def text(content: dict[str, Any]) -> str:
+    """The file: a line for each point, so that a new measurement reads as a diff."""
+    tables = []
+    for table in content["tables"]:
+        points = ",\n".join("   " + json.dumps(point) for point in table["points"])
+        head = json.dumps({k: v for k, v in table.items() if k != "points"})
+        tables.append(f'  {head[:-1]}, "points": [\n{points}\n  ]}}')
+    return f'{{"schema": {content["schema"]}, "tables": [\n' + ",\n".join(tables) + "\n]}\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, default=crossover.PATH)
     options = parser.parse_args()
     content = table([json.loads(path.read_text(encoding="utf-8")) for path in options.records])
-    options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    options.out.write_text(text(content), encoding="utf-8")
     for entry in content["tables"]:
         print(f"{options.out}: {entry['gpu']}, {len(entry['points'])} points")
     return 0

@@ -69,6 +69,9 @@ def unsupported(call: SparseCall) -> str | None:
     if call.batch_invariant:
         return "FlashMLA's split plan depends on the rows that share a call; its batch-invariant mode refuses SM90"
     if call.q.is_cuda:
+        if torch.cuda.is_current_stream_capturing():
+            # seen on an H200 with vLLM 0.33's copy: benchmarks/check_flashmla.py
+            return "FlashMLA's split plan depends on the lengths it was made for: a replayed graph gave other bits"
         cc = arch.current(call.q.device).capability
         if not _served(cc):
             return f"its kernels are for compute capability 9.0 and 10.x, {call.q.device} has {cc[0]}.{cc[1]}"
