@@ -7,9 +7,9 @@ A records file is what a benchmark of the backends writes::
     {"gpu": "NVIDIA H200", "command": "...", "commit": "...", "torch": "...", "triton": "...",
      "records": [{"backend": "triton", "layout": "v4", "lanes": [128, 512], "rows": 4096, "heads": 8, "us": 402.0}]}
 
-Everything beside ``gpu``, ``records`` and ``lines`` (a benchmark's own table) is kept as provenance. Records of one shape
-become one point, later files first; a shape that only one backend was timed at says nothing about an order and is left
-out. The result is checked by reading it back.
+Everything beside ``gpu``, ``records`` and ``lines`` (a benchmark's own table) is kept as provenance. Records of one
+shape become one point, in which a later file's figure stands; a shape that only one backend was timed at says nothing
+about an order and is left out. The result is checked by reading it back.
 """
 
 from __future__ import annotations

@@ -16,7 +16,8 @@ LAYOUT_DIMS: Mapping[str, tuple[int, ...]] = MappingProxyType({"v4": (512,), "v3
 INVARIANT_KEYS = 256  # keys of a share under batch_invariant, whatever the call: five times 128 + 512 keys in 3 shares
 # A list of one or two tiles (a window alone) is not worth a merge once a few rows share the launch. One H200,
 # CUDA-graph replay, 128 keys, one pass against two shares, us at 8 / 16 / 32 heads: 1 row 9.2 / 9.2 / 10.9 against
-# 8.7 / 9.0 / 10.2, 16 rows 9.3 / 9.4 / 11.2 against 9.3 / 9.5 / 11.5, 64 rows 9.9 / 10.1 / 11.6 against 11.1 / 13.4 / 18.5.
+# 8.7 / 9.0 / 10.2, 16 rows 9.3 / 9.4 / 11.2 against 9.3 / 9.5 / 11.5, 64 rows 9.9 / 10.1 / 11.6 against
+# 11.1 / 13.4 / 18.5.
 ONE_PASS_TILES, ONE_PASS_ROWS = 2, 16
 WORKSPACE_BYTES = 256 << 20  # partials held at once: above, the rows of a call go in slabs
 
