@@ -315,10 +315,10 @@ def main() -> None:
     job.set_defaults(job=eager)
     args = parser.parse_args()
     record = environment(args)
-    print(json.dumps(record))
+    print(json.dumps(record, default=str))
     record |= args.job(args)
     if args.json:
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+        args.json.write_text(json.dumps(record, indent=1, default=str) + "\n")
 
 
 if __name__ == "__main__":
