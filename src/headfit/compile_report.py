@@ -70,9 +70,9 @@ def variants() -> Iterator[Variant]:
         for split in (False, True):
             for layout, dims in configs.LAYOUT_DIMS.items():
                 for d_qk in dims:
-                    for config in configs.table(arch, layout, split=split):
+                    for config in configs.table(arch, layout, d_qk, split=split):
                         yield Variant(arch, "split" if split else "prefill", layout, d_qk, config)
-        yield Variant(arch, "merge", "v4", 512, configs.table(arch, "v4", split=True)[0])
+        yield Variant(arch, "merge", "v4", 512, configs.table(arch, "v4", 512, split=True)[0])
 
 
 def constants(variant: Variant) -> dict[str, Any]:
@@ -92,6 +92,7 @@ def constants(variant: Variant) -> dict[str, Any]:
         "WIDE": config.wide,
         "STAGES": config.stages,
         "AHEAD": config.ahead if variant.layout != "bf16" else 0,
+        "AT_ONCE": config.at_once,
     }
 
 
@@ -117,7 +118,7 @@ def compile_variant(variant: Variant) -> Resources:
     built = triton_compile(
         ASTSource(kernel, signature, places, attributes),
         target=GPUTarget("cuda", 10 * major + minor, 32),
-        options={"num_warps": warps, "num_stages": variant.config.stages},
+        options={"num_warps": warps, "num_stages": variant.config.stages, "enable_fp_fusion": True},
     )
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"

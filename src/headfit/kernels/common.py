@@ -72,6 +72,13 @@ def piece_count(layout, wide):
     return pieces + (512 - pieces * wide) // 64 + (1 if layout >= 2 else 0)
 
 
+@triton.constexpr_function
+def piece_end(p, layout, wide):
+    """``p``, or the number of pieces where that is less."""
+    pieces = (448 if layout == 1 else 512) // wide
+    return min(p, pieces + (512 - pieces * wide) // 64 + (1 if layout >= 2 else 0))
+
+
 @triton.jit
 def piece_dims(p: tl.constexpr, LAYOUT: tl.constexpr, WIDE: tl.constexpr):
     """The dims of piece ``p``."""
@@ -321,14 +328,15 @@ def attend_tiles(
     q, kv1, kv2, idx1, idx2, lanes1, lanes2, tile0, tiles, full1,
     slots1, slots2, page1, page2, page_stride1, page_stride2, row_stride1, row_stride2, scale_log2, h_q,
     LAYOUT: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, POW2: tl.constexpr,
-    ALIGN: tl.constexpr, MATH: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    ALIGN: tl.constexpr, MATH: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over ``tiles`` tiles of a row, from tile ``tile0`` of its list: first set, then second set.
 
     The first ``full1`` tiles of a row are those of the first set. Returns accumulators ``[dims, H]``, one a piece
     of the first 512 dims, the running maximum (in log2 units) and the sum of the weights; nothing is normalised. With
     AHEAD, that many pieces are on their way at any time, in registers, the next tile's among them; the barrier of each
-    product keeps the compiler from having more, which would not fit. Without, all pieces of a tile are loaded at once.
+    product keeps the compiler from having more, which would not fit. Without, AT_ONCE pieces are loaded at a time.
     """
     PIECES: tl.constexpr = piece_count(LAYOUT, WIDE)
     peak = tl.full((H,), float("-inf"), tl.float32)
@@ -376,13 +384,14 @@ def attend_tiles(
             )  # fmt: skip
             cache = tl.where(t < full1, kv1, kv2)
             scales = load_scales(cache, begin, footer, valid, LAYOUT, ALIGN)
-            flight = ()
-            for p in tl.static_range(PIECES):
-                flight = flight + (fetch(cache, begin, valid, p, LAYOUT, WIDE, ALIGN),)
-            for p in tl.static_range(PIECES):
-                k = k + (decode(flight[p], scales, valid, kv1, h_q | 1, p, LAYOUT, WIDE, MATH),)
-            for p in tl.static_range(PIECES):
-                s = product(k[p], q[p], s, MATH)
+            for first in tl.static_range(0, PIECES, AT_ONCE):
+                flight = ()
+                for p in tl.static_range(first, piece_end(first + AT_ONCE, LAYOUT, WIDE)):
+                    flight = flight + (fetch(cache, begin, valid, p, LAYOUT, WIDE, ALIGN),)
+                for p in tl.static_range(first, piece_end(first + AT_ONCE, LAYOUT, WIDE)):
+                    k = k + (decode(flight[p - first], scales, valid, kv1, h_q | 1, p, LAYOUT, WIDE, MATH),)
+                for p in tl.static_range(first, piece_end(first + AT_ONCE, LAYOUT, WIDE)):
+                    s = product(k[p], q[p], s, MATH)
         listed = listed_keys(t, end, full1, idx1, idx2, lanes1, lanes2, BLOCK)
         here = (listed >= 0) & (listed.to(tl.int64) < tl.where(t < full1, slots1, slots2))
         s = tl.where(here[:, None], s * scale_log2, float("-inf"))

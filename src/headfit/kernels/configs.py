@@ -28,7 +28,7 @@ class Config:
 
     ``head_tile`` heads (columns) and ``block`` keys (rows) a tile; ``warps`` a program; a key row in pieces of ``wide``
     dims (of 64 where that does not divide them), ``ahead`` of which are on their way from memory at any time (packed
-    caches; 0: all pieces of a tile at once); ``stages`` of Triton's own software pipelining (1: none);
+    caches; 0: ``at_once`` pieces at a time, then the next); ``stages`` of Triton's own software pipelining (1: none);
     ``programs_per_sm`` that registers and shared memory leave room for. Only ``block`` and what the architecture
     multiplies with can change a result's bits.
     """
@@ -37,13 +37,14 @@ class Config:
     block: int
     warps: int
     ahead: int = 0
+    at_once: int = 16
     wide: int = 64
     stages: int = 1
     programs_per_sm: int = 2
 
 
 def _same(*configs: Config) -> Mapping[str, tuple[Config, ...]]:
-    return MappingProxyType(dict.fromkeys(LAYOUT_DIMS, configs))
+    return MappingProxyType({f"{layout}-{d}": configs for layout, dims in LAYOUT_DIMS.items() for d in dims})
 
 
 # Head tiles in ascending order: a call takes the smallest that holds its heads, else several of the largest.
@@ -52,7 +53,8 @@ def _same(*configs: Config) -> Mapping[str, tuple[Config, ...]]:
 # microseconds under CUDA-graph replay, 16 heads unless stated:
 #   block 64, 4 warps, ahead 0 / 4 / 8: 677 / 722 / 687; 8 warps: 1200; stages 2 (cp.async, one program an SM): 1260;
 #   pieces of 128 dims, ahead 0 / 5: 743 / 784. 32 heads, ahead 0 / 2 / 3 / 4 / 8: 844 / 836 / 812 / 810 / 878 (spilling
-#   from 4 on). 64 heads as two tiles of 32: 1583; as one tile of 64 with 8 warps: 1968.
+#   from 4 on). bf16 rows, 16 / 32 heads, all pieces at once: 676 / 776; with 32 heads that spills under Triton 3.9, so
+#   they come 3 or 2 at a time, which was not measured. 64 heads as two tiles of 32: 1583; as one of 64, 8 warps: 1968.
 # Split kernel at 64 rows, ahead 0 / 4 / 8: 23.3 / 21.7 / 21.2. A head tile of 8 would not run on warpgroups.
 # The other architectures: compiled and inspected, not measured; tiles of 32 keys leave no spill and fit 99 KiB.
 PREFILL: Mapping[int, Mapping[str, tuple[Config, ...]]] = MappingProxyType(
@@ -60,13 +62,14 @@ PREFILL: Mapping[int, Mapping[str, tuple[Config, ...]]] = MappingProxyType(
         8: _same(Config(8, 32, 4), Config(16, 32, 4)),
         9: MappingProxyType(
             {
-                "v4": (Config(16, 64, 4), Config(32, 64, 4, ahead=3)),
-                "v32": (Config(16, 64, 4), Config(32, 64, 4, ahead=1)),
-                "bf16": (Config(16, 64, 4), Config(32, 64, 4)),
+                "v4-512": (Config(16, 64, 4), Config(32, 64, 4, ahead=3)),
+                "v32-576": (Config(16, 64, 4), Config(32, 64, 4, ahead=1)),
+                "bf16-512": (Config(16, 64, 4), Config(32, 64, 4, at_once=3)),
+                "bf16-576": (Config(16, 64, 4), Config(32, 64, 4, at_once=2)),
             }
         ),
-        10: {**_same(Config(16, 64, 4), Config(32, 64, 4)), "bf16": (Config(32, 64, 4),)},
-        12: {**_same(Config(8, 32, 4), Config(16, 32, 4)), "v32": (Config(16, 32, 4),)},
+        10: {**_same(Config(16, 64, 4), Config(32, 64, 4)), "bf16-512": (Config(32, 64, 4),)},
+        12: {**_same(Config(8, 32, 4), Config(16, 32, 4)), "v32-576": (Config(16, 32, 4),)},
     }
 )
 SPLIT: Mapping[int, Mapping[str, tuple[Config, ...]]] = MappingProxyType(
@@ -74,9 +77,10 @@ SPLIT: Mapping[int, Mapping[str, tuple[Config, ...]]] = MappingProxyType(
         **PREFILL,
         9: MappingProxyType(
             {
-                "v4": (Config(16, 64, 4, ahead=8), Config(32, 64, 4, ahead=3)),
-                "v32": (Config(16, 64, 4, ahead=8), Config(32, 64, 4, ahead=1)),
-                "bf16": (Config(16, 64, 4), Config(32, 64, 4)),
+                "v4-512": (Config(16, 64, 4, ahead=8), Config(32, 64, 4, ahead=3)),
+                "v32-576": (Config(16, 64, 4, ahead=8), Config(32, 64, 4, ahead=1)),
+                "bf16-512": (Config(16, 64, 4), Config(32, 64, 4, at_once=3)),
+                "bf16-576": (Config(16, 64, 4), Config(32, 64, 4, at_once=2)),
             }
         ),
     }
@@ -99,15 +103,15 @@ def why_illegal(config: Config, arch: Arch) -> str | None:
     return None
 
 
-def table(arch: Arch, layout: str, *, split: bool) -> tuple[Config, ...]:
+def table(arch: Arch, layout: str, d_qk: int, *, split: bool) -> tuple[Config, ...]:
     """The settings for an architecture and a layout, by head tile. An unknown architecture gets the smallest ones."""
     majors = SPLIT if split else PREFILL
-    return majors.get(arch.capability[0], majors[12])[layout]
+    return majors.get(arch.capability[0], majors[12])[f"{layout}-{d_qk}"]
 
 
-def choose(h_q: int, arch: Arch, layout: str, *, split: bool) -> Config:
+def choose(h_q: int, arch: Arch, layout: str, d_qk: int, *, split: bool) -> Config:
     """The settings for ``h_q`` heads."""
-    fits = table(arch, layout, split=split)
+    fits = table(arch, layout, d_qk, split=split)
     return next((c for c in fits if c.head_tile >= h_q), fits[-1])
 
 

@@ -97,7 +97,7 @@ def record_variants() -> Iterator[list[str]]:
 def plan(call: SparseCall, arch: archs.Arch) -> Plan:
     """The launches of a call, from shapes, strides and the chip alone."""
     layout = call.key_sets[0].layout
-    config = configs.choose(call.h_q, arch, layout, split=True)
+    config = configs.choose(call.h_q, arch, layout, call.d_qk, split=True)
     tiles = sum(-(-k.topk // config.block) for k in call.key_sets)
     if call.batch_invariant:
         tiles_per_split = max(1, configs.INVARIANT_KEYS // config.block)
@@ -105,7 +105,7 @@ def plan(call: SparseCall, arch: archs.Arch) -> Plan:
     else:
         splits, tiles_per_split = configs.split_count(call.rows, tiles, config, arch), 0
         if splits == 1:
-            splits, config = 0, configs.choose(call.h_q, arch, layout, split=False)
+            splits, config = 0, configs.choose(call.h_q, arch, layout, call.d_qk, split=False)
     align = min(_alignment(k) for k in call.key_sets)
     constants = {
         "LAYOUT": LAYOUTS[layout, call.d_qk],
@@ -118,6 +118,7 @@ def plan(call: SparseCall, arch: archs.Arch) -> Plan:
         "STAGES": config.stages,
         "WIDE": config.wide,
         "AHEAD": config.ahead if layout != "bf16" and align == 16 else 0,
+        "AT_ONCE": config.at_once,
     }
     return Plan(config, -(-call.h_q // config.head_tile), splits, tiles_per_split, tuple(constants.items()))
 
@@ -196,12 +197,14 @@ def _run_split(call: SparseCall, chosen: Plan) -> None:
         sparse_mla_merge[(count * h_q,)](
             partial, peaks, totals, _sink(call), call.out, call.lse, max_logits, **_strides("out", call.out, unit),
             **_statistics(call, max_logits), row0=row0, s_q=call.q.shape[1], h_q=h_q, flags=flags, splits=splits,
-            UNIT=unit, MATH=dict(chosen.constants)["MATH"], num_warps=MERGE_WARPS,
+            UNIT=unit, MATH=dict(chosen.constants)["MATH"],
+            num_warps=MERGE_WARPS, enable_fp_fusion=True,
         )  # fmt: skip
 
 
-def _options(config: configs.Config) -> dict[str, int]:
-    return {"num_warps": config.warps, "num_stages": config.stages}
+def _options(config: configs.Config) -> dict[str, Any]:
+    # Fusion is stated because Triton 3.10 will change its default, and with it the bits of a result.
+    return {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
 
 
 def _second(call: SparseCall) -> KeySet:

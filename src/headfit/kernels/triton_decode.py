@@ -37,7 +37,7 @@ def sparse_mla_split(
     flags: tl.int32, splits: tl.int32, tiles_per_split: tl.int32, scale_log2: tl.float32,
     LAYOUT: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, POW2: tl.constexpr,
     ALIGN: tl.constexpr, UNIT: tl.constexpr, MATH: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """float32 partials of share ``program_id(1)`` of the tiles of row ``row0 + program_id(0) // head_tiles``.
 
@@ -62,7 +62,7 @@ def sparse_mla_split(
     acc, peak, total = attend_tiles(
         query, kv1, kv2, idx1 + b * idx1_b + s * idx1_s, idx2 + b * idx2_b + s * idx2_s, lanes1, lanes2, tile0, count,
         full1, slots1, slots2, page1, page2, page_stride1, page_stride2, row_stride1, row_stride2, scale_log2, h_q,
-        LAYOUT, H, BLOCK, POW2, ALIGN, MATH, WIDE, STAGES, AHEAD,
+        LAYOUT, H, BLOCK, POW2, ALIGN, MATH, WIDE, STAGES, AHEAD, AT_ONCE,
     )  # fmt: skip
     column = (local.to(tl.int64) * splits + tl.program_id(1)) * h_q + heads
     tl.store(peaks + column, peak, mask=mask)

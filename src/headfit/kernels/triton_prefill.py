@@ -44,7 +44,7 @@ def sparse_mla_prefill(
     flags: tl.int32, scale_log2: tl.float32,
     LAYOUT: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, POW2: tl.constexpr,
     ALIGN: tl.constexpr, UNIT: tl.constexpr, MATH: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """out, lse and max_logits of rows ``row0 + program_id(0) // head_tiles``."""
     program = tl.program_id(0)
@@ -61,7 +61,7 @@ def sparse_mla_prefill(
     acc, peak, total = attend_tiles(
         query, kv1, kv2, idx1 + b * idx1_b + s * idx1_s, idx2 + b * idx2_b + s * idx2_s, lanes1, lanes2, 0, tiles,
         full1, slots1, slots2, page1, page2, page_stride1, page_stride2, row_stride1, row_stride2, scale_log2, h_q,
-        LAYOUT, H, BLOCK, POW2, ALIGN, MATH, WIDE, STAGES, AHEAD,
+        LAYOUT, H, BLOCK, POW2, ALIGN, MATH, WIDE, STAGES, AHEAD, AT_ONCE,
     )  # fmt: skip
     sinks = tl.load(sink + heads, mask=mask & (((heads * 0 + flags) & HAS_SINK) != 0), other=float("-inf"))
     factor = row_factor(peak, total, sinks)
