@@ -359,12 +359,10 @@ def _commit() -> str:
 
 
 def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass  # not Linux
+    listed = Path("/proc/cpuinfo")  # on Linux
+    for line in listed.read_text(encoding="utf-8").splitlines() if listed.is_file() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
 
 
