@@ -7,11 +7,16 @@ and returns what the real kernel returns. So what is tested against it is the ma
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from headfit import kernels
 from headfit.cache import gather_rows
 
 NAN = float("nan")
@@ -259,3 +264,16 @@ class FakeFlashInfer(ModuleType):
             started = lane // 64 * 64 < (topk if length is None else length.clamp(0, topk)[:, None])
             return rows.masked_fill(~started.expand(valid.shape)[..., None], 0), valid
         return rows.masked_fill(~valid[..., None], 0), valid
+
+
+@contextmanager
+def registered(name: str, **functions: Callable[..., Any]) -> Iterator[str]:
+    """A backend of CPU tensors made of these functions, for as long as the block lasts; yields its name."""
+    module = ModuleType(f"headfit_{name.replace('-', '_')}")
+    module.__dict__.update(available=lambda: None, **functions)
+    sys.modules[module.__name__] = module
+    kernels.REGISTRY[name] = kernels.Backend(name, module.__name__, ("cpu",), "a stand-in")
+    try:
+        yield name
+    finally:
+        del kernels.REGISTRY[name], sys.modules[module.__name__]

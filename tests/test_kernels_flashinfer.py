@@ -6,9 +6,7 @@ import ast
 import dataclasses
 import os
 import random
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 
@@ -42,27 +40,19 @@ def release(name: str) -> tuple[Installed, fake.FakeFlashInfer]:
     return Installed(module, name, 64, decode_facts(module), prefill, any_page=name == "0.7.4"), module
 
 
-@contextmanager
-def registered(found: Installed) -> Iterator[str]:
-    """The adapter on a stand-in, as a backend of CPU tensors; yields its name."""
-    name, module = "fake-flashinfer", ModuleType("headfit_fake_flashinfer")
+def registered(found: Installed) -> AbstractContextManager[str]:
+    """The adapter on a stand-in, as a backend of CPU tensors."""
 
     def unsupported(call):
         answer = flashinfer.plan(found, call)
         return answer if isinstance(answer, str) else None
 
-    module.__dict__.update(
-        available=lambda: None,
+    return fake.registered(
+        "fake-flashinfer",
         unsupported=unsupported,
         capability=flashinfer.capability,
         run=lambda call: flashinfer.run_with(found, call),
     )
-    sys.modules[module.__name__] = module
-    kernels.REGISTRY[name] = kernels.Backend(name, module.__name__, ("cpu",), "a stand-in")
-    try:
-        yield name
-    finally:
-        del kernels.REGISTRY[name], sys.modules[module.__name__]
 
 
 SOME_CHECKS = ["empty_rows", "sink_formula", "lse_natural", "unlisted_nan", "lanes_past_length", "second_cache"]

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType
+from contextlib import AbstractContextManager
 
 import fake_kernels as fake
 import pytest
@@ -37,22 +34,14 @@ def copy_of(schema: str) -> flashmla_copies.Copy:
     return flashmla_copies.operators(namespace, None)
 
 
-@contextmanager
-def registered(copy: flashmla_copies.Copy) -> Iterator[str]:
-    """The adapter on a stand-in, as a backend of CPU tensors; yields its name."""
-    name, module = "fake-flashmla", ModuleType("headfit_fake_flashmla")
-    module.__dict__.update(
-        available=lambda: None,
+def registered(copy: flashmla_copies.Copy) -> AbstractContextManager[str]:
+    """The adapter on a stand-in, as a backend of CPU tensors."""
+    return fake.registered(
+        "fake-flashmla",
         unsupported=flashmla.unsupported,
         capability=flashmla.capability,
         run=lambda call: flashmla.run_with(copy, call),
     )
-    sys.modules[module.__name__] = module
-    kernels.REGISTRY[name] = kernels.Backend(name, module.__name__, ("cpu",), "a stand-in")
-    try:
-        yield name
-    finally:
-        del kernels.REGISTRY[name], sys.modules[module.__name__]
 
 
 SOME_CHECKS = ["empty_rows", "sink_formula", "lse_natural", "max_logits", "invalid_indices", "lanes_past_length"]
