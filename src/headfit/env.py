@@ -33,6 +33,13 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _folder(text: str) -> str:
+    folder = os.path.expanduser(text.strip())
+    if not os.path.isabs(folder) or os.path.isfile(folder):
+        raise ValueError("absolute paths of folders, which may begin with ~ and need not exist")
+    return folder
+
+
 def _one_of(*accepted: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         word = text.strip().lower()
@@ -67,6 +74,12 @@ VARIABLES: Final[Mapping[str, Variable]] = {
             _boolean,
             True,
             "SGLang's switch of the published gate; off keeps the pad, unless HEADFIT_WIDTH asks for another policy",
+        ),
+        Variable(
+            "HEADFIT_CACHE_DIR",
+            _folder,
+            None,
+            "where compiled Hopper kernels are kept; by default headfit in XDG_CACHE_HOME, or in ~/.cache",
         ),
         Variable(
             "HEADFIT_TEST_SEED",

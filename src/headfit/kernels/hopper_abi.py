@@ -37,9 +37,9 @@ PARAMETERS: Final[tuple[tuple[str, Kind], ...]] = (
 )
 # Widest first, so the natural layout of the list has no holes and one format string writes it whole.
 LAYOUT: Final = struct.Struct("<" + "".join({"i64": "q", "i32": "i", "f32": "f"}[kind] for _, kind in PARAMETERS))
-OFFSETS: Final = tuple(
-    struct.calcsize(LAYOUT.format[:i]) for i in range(1, len(PARAMETERS) + 1)
-)  # bytes from the start of the buffer, and of the kernel's parameter space
+SIZES: Final = tuple({"i64": 8, "i32": 4, "f32": 4}[kind] for _, kind in PARAMETERS)
+OFFSETS: Final = tuple(sum(SIZES[:i]) for i in range(len(SIZES)))
+PLACES: Final = tuple(zip(OFFSETS, SIZES, strict=True))  # in the buffer, and in the parameter space of a kernel
 LOG2_E: Final = 1.4426950408889634
 INT_MAX: Final = 2**31 - 1
 

@@ -1,0 +1,206 @@
+"""The Hopper backend ``hopper``: V4 pages on SM90, head tiles of 8, 16 and 32, cubins launched through the driver.
+
+Belongs here: the table of binaries, the plan of a call (from shapes alone) and its launches. Does not belong here:
+traced code (``hopper_native.py``, ``hopper_merge.py``), compiling (``hopper_build.py``), the driver (``cubin.py``).
+
+No value of a tensor is read on the host, nothing is allocated outside PyTorch's allocator, and no shape, stride or
+length makes another binary. What this backend does not take goes to ``triton``.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from headfit import arch as archs
+from headfit.call import SparseCall
+from headfit.capability import Capability
+from headfit.kernels import configs, cubin, hopper_abi, hopper_build
+from headfit.kernels.hopper_build import Spec
+
+KEYS: Final = 64  # of a tile
+CHIP: Final = (9, 0)
+# CTAs of a split row that an SM is counted to hold. One number for all head tiles, though the narrow ones hold more:
+# the number of shares changes a result's last bits, and bits may not depend on the number of heads.
+CTAS_PER_SM: Final = 2
+NATIVE: Final = {
+    heads: Spec(f"native heads={heads}", "headfit.kernels.hopper_native", "native", (("heads", heads),))
+    for heads in (8, 16, 32)
+}
+MERGE: Final = Spec("merge", "headfit.kernels.hopper_merge", "merge")
+SPECS: Final = (*NATIVE.values(), MERGE)
+_buffer = hopper_abi.Buffer()
+_recorders: list[list[str]] = []
+_log = logging.getLogger("headfit")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a call is launched: CTAs of ``heads`` heads, ``head_tiles`` to a row, its keys in ``splits`` shares."""
+
+    heads: int
+    head_tiles: int
+    splits: int
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """The binaries, in the order of their launches."""
+        return (NATIVE[self.heads],) if self.splits == 1 else (NATIVE[self.heads], MERGE)
+
+
+def available() -> str | None:
+    """None where an SM90 is there, and the kernels are compiled or can be; else why not, with the remedy."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    found = torch.cuda.get_device_capability()
+    if found != CHIP:
+        return f"compute capability {found}, needs {CHIP}"
+    return _why_not_here()
+
+
+@functools.cache
+def _why_not_here() -> str | None:
+    reason = cubin.is_there()
+    if reason is not None:
+        return reason
+    missing = [spec.name for spec in SPECS if not hopper_build.in_cache(spec)]
+    compiler = hopper_build.why_no_compiler() if missing else None
+    return None if compiler is None else f"{', '.join(missing)}: not in {hopper_build.folder()}, and {compiler}"
+
+
+def unsupported(call: SparseCall) -> str | None:
+    """Why this call cannot be taken, or None. The first call of a head tile compiles its binary where it has to."""
+    if call.q.device.type != "cuda":
+        return f"runs on cuda tensors, q is on {call.q.device.type}"
+    arch = archs.current(call.q.device)
+    if arch.capability != CHIP:
+        return f"runs on compute capability {CHIP}, q is on {arch.capability}"
+    reason = why_not_taken(call)
+    if reason is not None:
+        return reason
+    return next((why for why in map(_why_not_built, plan(call, arch).specs) if why is not None), None)
+
+
+@functools.cache
+def _why_not_built(spec: Spec) -> str | None:
+    """Build or load ``spec`` once; a failure is logged once, and its calls go to another backend."""
+    try:
+        hopper_build.binary(spec)
+    except hopper_build.CannotBuildError as error:
+        _log.warning("hopper: %s; its calls go to another backend", error)
+        return str(error)
+    return None
+
+
+def why_not_taken(call: SparseCall) -> str | None:
+    """Why a call of this form is not taken, on whatever device; None where it is."""
+    layouts = sorted({k.layout for k in call.key_sets})
+    if layouts != ["v4"]:
+        return f"takes packed v4 pages, got {', '.join(layouts)}"
+    if call.max_logits is not None:
+        return "does not return max_logits"
+    for name, t in (("q", call.q), ("out", call.out)):
+        if not _aligned(t):
+            return f"{name} has to start, and to step from head to head and row to row, at multiples of 16 bytes"
+    for i, keys in enumerate(call.key_sets, 1):
+        if keys.data.data_ptr() % 16 or (keys.slots > keys.page_size and keys.page_stride % 16):
+            return f"pages of cache {i} have to start at multiples of 16 bytes"
+    return None if _fits(call) else "rows, lanes or tokens a page do not fit 31 bits"
+
+
+def _aligned(t: Tensor) -> bool:
+    """Whether every head of every row begins at a multiple of 16 bytes."""
+    steps = zip(t.stride()[:3], t.shape[:3], strict=True)
+    return t.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride, size in steps if size > 1)
+
+
+def _fits(call: SparseCall) -> bool:
+    """Whether what the kernels count in 32 bits fits: CTAs, lanes (rounded up to tiles), tokens of a page."""
+    lanes = sum(k.topk + KEYS for k in call.key_sets)
+    pages = max(k.page_size for k in call.key_sets)
+    return max(call.rows * -(-call.h_q // 8), lanes, pages) <= hopper_abi.INT_MAX
+
+
+def capability(compute_capability: tuple[int, int] | None = None) -> Capability:
+    """Every head count from 1 to 128 on compute capability 9.0, in one family for all row counts; none elsewhere."""
+    if compute_capability not in (None, CHIP):
+        none: frozenset[int] = frozenset()
+        return Capability("hopper", compute_capability, 0, none, none, problems=(f"needs compute capability {CHIP}",))
+    heads = range(1, 129)
+    return Capability(
+        "hopper", compute_capability, 0, heads, heads, layouts=("v4",), sources={"heads": "headfit's own kernels"}
+    )
+
+
+@contextmanager
+def record_variants() -> Iterator[list[str]]:
+    """Collect the name of each binary launched inside the block."""
+    names: list[str] = []
+    _recorders.append(names)
+    try:
+        yield names
+    finally:
+        _recorders.remove(names)
+
+
+def plan(call: SparseCall, arch: archs.Arch) -> Plan:
+    """The launches of a call, from its shapes and the chip alone."""
+    heads = next((tile for tile in NATIVE if tile >= call.h_q), max(NATIVE))
+    tiles = sum(-(-keys.topk // KEYS) for keys in call.key_sets)
+    splits = 1 if call.batch_invariant else split_count(call.rows, tiles, arch.sms)
+    return Plan(heads, -(-call.h_q // heads), splits)
+
+
+def split_count(rows: int, tiles: int, sms: int) -> int:
+    """Shares of a row's ``tiles``, none of them empty: as many as the chip has room for, one where rows fill it."""
+    if tiles <= configs.ONE_PASS_TILES and rows >= configs.ONE_PASS_ROWS:
+        return 1
+    most = min(tiles, CTAS_PER_SM * sms // rows)
+    if most <= 1:
+        return 1
+    share = -(-tiles // most)
+    return -(-tiles // share)
+
+
+def run(call: SparseCall) -> None:
+    """Launch the kernels of one checked call on the current stream."""
+    chosen = plan(call, archs.current(call.q.device))
+    for names in _recorders:
+        names.extend(spec.name for spec in chosen.specs)
+    device = call.q.device.index
+    if device == torch.cuda.current_device():
+        _launch(call, chosen, device)
+    else:
+        with torch.cuda.device(device):
+            _launch(call, chosen, device)
+
+
+def _launch(call: SparseCall, chosen: Plan, device: int) -> None:
+    rows, h_q, splits = call.rows, call.h_q, chosen.splits
+    stream = cubin.current_stream(device)
+    native = _kernel(NATIVE[chosen.heads], device)
+    if splits == 1:
+        hopper_abi.pack(_buffer, call, head_tiles=chosen.head_tiles)
+        native.launch((rows * chosen.head_tiles, 1), stream, _buffer.pointers)
+        return
+    # Rows times shares are at most CTAS_PER_SM an SM, so the shares of a call are small (69 MB at 128 heads).
+    count = rows * splits * h_q
+    shares = torch.empty(count * 514, dtype=torch.float32, device=call.q.device)
+    start = shares.data_ptr()
+    hopper_abi.pack(
+        _buffer, call, head_tiles=chosen.head_tiles, splits=splits,
+        partial=start, peaks=start + count * 2048, totals=start + count * 2052,
+    )  # fmt: skip
+    native.launch((rows * chosen.head_tiles, splits), stream, _buffer.pointers)
+    _kernel(MERGE, device).launch((rows, h_q), stream, _buffer.pointers, early=True)
+
+
+def _kernel(spec: Spec, device: int) -> cubin.Kernel:
+    return cubin.kernel(spec.name, device, functools.partial(hopper_build.binary, spec))
