@@ -217,7 +217,7 @@ BAD = {
     "json in no real folder": (lambda at: ["--json", "/proc/x.json"], "--json /proc/x.json: cannot be written"),
     "report in no real folder": (lambda at: ["--report", "/proc/x/y"], "--report /proc/x/y: cannot be written"),
     "json name too long": (lambda at: ["--json", str(at / ("x" * 300))], "cannot be written (File name too long)"),
-    "no backend": (lambda at: ["--backend", "foo"], "--backend foo: no such backend, accepted are triton, "),
+    "no backend": (lambda at: ["--backend", "foo"], "--backend foo: no such backend, accepted are hopper, triton, "),
     "seed too large": (lambda at: ["--seed", "99999999999999999999999"], "18446744073709551615"),
     "seed below 0": (lambda at: ["--seed", "-1"], "--seed"),
     "timeout too long": (lambda at: ["--timeout", "1e30"], "86400"),

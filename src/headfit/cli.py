@@ -333,7 +333,7 @@ def warmup(
     ] = None,
     gpu: Annotated[int, typer.Option(min=0, help="Number of the GPU to compile on; one of each kind is enough.")] = 0,
 ) -> int:
-    """Compile the Triton kernels that the ranks of a model launch into Triton's cache, ahead of serving."""
+    """Compile the Triton and Hopper kernels that the ranks of a model launch into their caches, ahead of serving."""
     if policy is not None:
         _one_of(*data.POLICIES)(policy)
     from headfit import prepare
@@ -357,5 +357,5 @@ def warmup(
         raise ranks.InputError(str(error)) from None
     for name, seconds in ready.items():
         print(f"{data.duration(seconds):>8}  {name}")
-    print(f"{len(ready)} kernels ready for {', '.join(map(str, heads))} heads, in {prepare.cache_folder()}")
+    print(f"{len(ready)} kernels ready for {', '.join(map(str, heads))} heads, in {prepare.cache_folders()}")
     return 0

@@ -208,7 +208,8 @@ def _families(cc: Chip, family: str | None, flashinfer: Capability | None) -> It
     if family is not None and family not in known:
         raise ValueError(f"family: got {family!r}, accepted for this GPU are {', '.join(known)}")
     if family != probes.FLASHINFER:
-        yield probes.backend_capability(family or ours[0], cc)
+        found = [probes.backend_capability(name, cc) for name in ([family] if family else ours)]
+        yield next((c for c in found if c.prefill_heads), found[0])
     if family == probes.FLASHINFER and flashinfer is None:
         raise ValueError(
             f"family: got {family!r}, but FlashInfer is not installed; pip install flashinfer-python, or name a "

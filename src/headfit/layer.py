@@ -157,7 +157,7 @@ class MQALayer(nn.Module):
         self.backend = backend
         self.batch_invariant = batch_invariant
         self.observer = None
-        self._plan: tuple[torch.device, str, Capability] | None = None
+        self._kernels: dict[tuple[torch.device, str], tuple[str, Capability]] = {}
         self._sink_cache: SinkCache | None = None
 
     def extra_repr(self) -> str:
@@ -300,7 +300,7 @@ class MQALayer(nn.Module):
         self, q: Tensor, window: Keys, compressed: Keys | None, decision: WidthDecision, mode: str
     ) -> Tensor:
         """The planned launch: ``[rows, width, 512]`` in, the surviving heads ``[rows, n_local, 512]`` out."""
-        name, _ = self._backend_on(q.device)
+        name, _ = self._backend_on(q.device, "bf16" if window.cache.dtype == torch.bfloat16 else "v4")
         out = torch.empty_like(q)
         arguments: dict[str, Any] = {
             "indices": window.indices[:, None],
@@ -350,12 +350,12 @@ class MQALayer(nn.Module):
 
     # -------------------- small state
 
-    def _backend_on(self, device: torch.device) -> tuple[str, Capability]:
-        if self._plan is None or self._plan[0] != device:
-            name = self.backend if self.backend is not None else _first_backend(device)
-            capability = kernels.load(name).capability(_compute_capability(device))
-            self._plan = (device, name, capability)
-        return self._plan[1], self._plan[2]
+    def _backend_on(self, device: torch.device, layout: str = "v4") -> tuple[str, Capability]:
+        """The backend that was asked for, else the first usable one that reads caches of ``layout``."""
+        if (device, layout) not in self._kernels:
+            name = self.backend if self.backend is not None else _first_backend(device, layout)
+            self._kernels[device, layout] = (name, kernels.load(name).capability(_compute_capability(device)))
+        return self._kernels[device, layout]
 
     def _sinks(self, width: int, device: torch.device) -> Tensor:
         """This rank's sinks at a width: prefix views of one allocation, in which the parameter itself lives.
@@ -427,11 +427,12 @@ def _shard(geometry: Geometry, group: dist.ProcessGroup | None, shard: Shard | t
     return geometry.shard(rank, world)
 
 
-def _first_backend(device: torch.device) -> str:
+def _first_backend(device: torch.device, layout: str) -> str:
     usable = kernels.backends()
-    for name in usable:
-        if kernels.REGISTRY[name].automatic and device.type in kernels.REGISTRY[name].device_types:
-            return name
+    fits = [n for n in usable if kernels.REGISTRY[n].automatic and device.type in kernels.REGISTRY[n].device_types]
+    name = kernels.first_reading(layout, fits, _compute_capability(device))
+    if name is not None:
+        return name
     raise kernels.BackendUnavailable(
         f"no backend runs on {device.type} here; usable are {', '.join(usable) or 'none'}; `headfit doctor` says why"
     )

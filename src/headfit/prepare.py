@@ -14,7 +14,7 @@ from headfit.width import Policy, plan_width
 
 
 def heads_to_launch(model: str, tp: int | None = None, policy: str | None = None) -> tuple[int, ...]:
-    """The query heads that headfit's Triton kernels are launched with, rising.
+    """The query heads that headfit's kernels are launched with, rising.
 
     Args:
         model: a preset's name, or the folder of a checkpoint.
@@ -61,8 +61,12 @@ def why_not(gpu: int) -> str | None:
     return None
 
 
-def cache_folder() -> str:
-    """Where Triton keeps what it compiled."""
+def cache_folders() -> str:
+    """Where Triton keeps what it compiled, and where the Hopper kernels are kept if they run here."""
     from triton import knobs
 
-    return str(knobs.cache.dir)
+    from headfit import kernels
+    from headfit.kernels import hopper_build
+
+    triton = str(knobs.cache.dir)
+    return f"{triton} and {hopper_build.folder()}" if kernels.why_not("hopper") is None else triton

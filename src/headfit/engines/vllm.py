@@ -332,6 +332,7 @@ def _sparse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     layer = _layer.get()
     if layer is None or args or kwargs["q"].shape[1] in _ENGINE_HEADS:
         return original(*args, **kwargs)
+    from headfit import kernels
     from headfit.ops import flash_mla_sparse_fwd
 
-    return flash_mla_sparse_fwd(**kwargs, backend=_backends()[0])
+    return flash_mla_sparse_fwd(**kwargs, backend=kernels.first_reading("bf16", _backends(), state.compute_capability))

@@ -8,11 +8,12 @@ line in ``REGISTRY``; listing backends imports no kernel that is not usable.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 
 from headfit.call import SparseCall
+from headfit.capability import Capability
 from headfit.kernels import crossover
 
 
@@ -33,6 +34,7 @@ class Backend:
 REGISTRY: dict[str, Backend] = {
     b.name: b
     for b in (  # order of preference
+        Backend("hopper", "headfit.kernels.hopper", ("cuda",), "pip install 'headfit[hopper]', on an SM90"),
         Backend("triton", "headfit.kernels.triton", ("cuda", "cpu"), "pip install 'headfit[triton]', on an NVIDIA GPU"),
         Backend("flashmla", "headfit.kernels.flashmla", ("cuda",), "pip install vllm, or sgl-flash-mla, on an SM90"),
         Backend(
@@ -99,6 +101,15 @@ def choose(call: SparseCall, name: str | None = None) -> tuple[str, ModuleType]:
             return candidate, importlib.import_module(REGISTRY[candidate].module)
         refused[candidate] = reason
     raise BackendUnavailable(_no_backend_text(call, refused))
+
+
+def first_reading(layout: str, names: Iterable[str], compute_capability: tuple[int, int] | None) -> str | None:
+    """The first of ``names`` that says it reads pages of ``layout``; one that states no layouts reads them all."""
+    for name in names:
+        capability: Capability = importlib.import_module(REGISTRY[name].module).capability(compute_capability)
+        if not capability.layouts or layout in capability.layouts:
+            return name
+    return None
 
 
 def _automatic(call: SparseCall) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Compile the Triton kernels that a rank will launch before it serves: ``headfit.kernels.warmup.warmup(...)``.
+"""Compile the kernels that a rank will launch before it serves: ``headfit.kernels.warmup.warmup(...)``.
 
 Belongs here: which calls to make ahead. Does not belong here: the kernels, or settings. Shapes, lengths, strides and
 page counts make no further binaries, so one small call a variant is enough.
@@ -13,6 +13,7 @@ import torch
 
 from headfit.cache import LAYOUTS, empty_cache
 from headfit.call import KeySet, SparseCall
+from headfit.kernels import hopper
 from headfit.kernels import triton as backend
 
 
@@ -22,7 +23,9 @@ def warmup(
     page_sizes: Iterable[int] = (64,),
     device: torch.device | str = "cuda",
 ) -> dict[str, float]:
-    """Compile (or load from Triton's cache) and run once every variant of the given heads, layouts and page sizes.
+    """Compile (or load from the caches) and run once every variant of the given heads, layouts and page sizes.
+
+    On an SM90 the binaries of ``hopper`` for ``v4`` pages are among them, named ``hopper ...``.
 
     Args:
         heads: query heads a rank launches, each 1 to 128.
@@ -32,6 +35,7 @@ def warmup(
 
     Returns:
         Seconds by variant name, in the order in which they were made ready; about 3 s each the first time on a machine.
+        Binaries that one call launches share its time.
 
     Raises:
         ValueError: unknown layout, or a head count outside 1 to 128.
@@ -77,3 +81,17 @@ def _once(
         torch.cuda.synchronize(device)
     for name in names:
         done.setdefault(name, time.perf_counter() - start)
+    if device.type == "cuda" and hopper.available() is None:
+        _once_hopper(call, done)
+
+
+def _once_hopper(call: SparseCall, done: dict[str, float]) -> None:
+    """The same call by the Hopper kernels, if they take it."""
+    start = time.perf_counter()
+    if hopper.unsupported(call) is not None:  # this compiles or loads
+        return
+    with hopper.record_variants() as names:
+        hopper.run(call)
+    torch.cuda.synchronize(call.q.device)
+    for name in names:
+        done.setdefault(f"hopper {name}", time.perf_counter() - start)

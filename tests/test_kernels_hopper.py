@@ -1,0 +1,310 @@
+"""The Hopper backend without a GPU: which calls it takes, how it plans them, and what it launches."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from headfit import arch as archs
+from headfit import kernels
+from headfit.call import KeySet, SparseCall
+from headfit.kernels import configs, cubin, hopper, hopper_abi, hopper_build
+
+SMS = archs.named("sm_90").sms
+
+
+def a_call(rows=1, h_q=8, topk=(128, 512), *, device="meta", s_q=1, sink=True, page_size=64, **changes) -> SparseCall:
+    """A call of layout v4, by default on no device at all: whatever looks at a value of it fails."""
+    pages, stride = 4, page_size * 576 + -(-page_size * 8 // 576) * 576
+    sets = []
+    for lanes in topk:
+        data = torch.empty(pages * stride, dtype=torch.uint8, device=device)
+        view = data.as_strided((pages, page_size, 1, 584), (stride, 584, 584, 1))
+        indices = torch.empty(rows, s_q, lanes, dtype=torch.int32, device=device)
+        sets.append(KeySet(view, "v4", page_size, stride, 576, pages * page_size, indices, None))
+    q = torch.empty(rows, s_q, h_q, 512, dtype=torch.bfloat16, device=device)
+    out, lse = torch.empty_like(q), torch.empty(rows, h_q, s_q, device=device)
+    sinks = torch.empty(h_q, device=device) if sink else None
+    call = SparseCall(q, tuple(sets), 0.04, sinks, out, lse, None, False, "decode")
+    return dataclasses.replace(call, **changes)
+
+
+def plan(*arguments, **named) -> hopper.Plan:
+    return hopper.plan(a_call(*arguments, **named), archs.named("sm_90"))
+
+
+# --------------------------------------------------------------------------------------------------------------- plans
+
+
+@pytest.mark.parametrize(
+    ("h_q", "heads", "tiles"),
+    [(1, 8, 1), (8, 8, 1), (9, 16, 1), (16, 16, 1), (17, 32, 1), (32, 32, 1), (33, 32, 2), (64, 32, 2), (128, 32, 4)],
+)
+def test_the_smallest_head_tile_that_holds_the_heads(h_q, heads, tiles) -> None:
+    chosen = plan(4096, h_q)
+    assert (chosen.heads, chosen.head_tiles, chosen.splits) == (heads, tiles, 1)
+
+
+def test_shares_do_not_depend_on_the_heads() -> None:
+    for rows in (1, 3, 17, 64, 130, 300, 4096):
+        for topk in ((0,), (64,), (128, 512), (128, 2048)):
+            assert len({plan(rows, h_q, topk).splits for h_q in (1, 7, 8, 16, 31, 32, 64, 100, 128)}) == 1
+
+
+def test_few_rows_are_split_and_many_are_not() -> None:
+    assert [plan(rows).splits for rows in (1, 16, 64, 132, 133, 4096)] == [10, 10, 4, 2, 1, 1]
+    assert plan(1, topk=(128, 8192)).splits == 130
+    assert plan(1, topk=(0, 0)).splits == 1
+    assert plan(configs.ONE_PASS_ROWS, topk=(128,)).splits == 1
+    assert plan(2, s_q=32).splits == plan(64).splits  # rows are rows, however they are shaped
+
+
+def test_no_share_is_empty_and_the_workspace_is_bounded() -> None:
+    for rows in range(1, 300):
+        for tiles in (0, 1, 2, 3, 7, 10, 11, 33, 128, 1000):
+            splits = hopper.split_count(rows, tiles, SMS)
+            assert splits >= 1
+            if splits > 1:
+                share = -(-tiles // splits)
+                assert share * (splits - 1) < tiles <= share * splits
+                assert rows * splits <= hopper.CTAS_PER_SM * SMS
+
+
+def test_batch_invariant_calls_are_never_split() -> None:
+    for rows in (1, 2, 64, 4096):
+        for topk in ((128, 512), (128, 8192)):
+            assert plan(rows, topk=topk, batch_invariant=True).splits == 1
+
+
+# ------------------------------------------------------------------------------------------------------ which are taken
+
+
+def with_keys(call: SparseCall, place: int = 0, **changes) -> SparseCall:
+    sets = list(call.key_sets)
+    sets[place] = dataclasses.replace(sets[place], **changes)
+    return dataclasses.replace(call, key_sets=tuple(sets))
+
+
+def shifted(t: torch.Tensor, elements: int) -> torch.Tensor:
+    """The same shape, that many elements further on."""
+    flat = torch.empty(t.numel() + elements, dtype=t.dtype)
+    return flat[elements:].view(t.shape)
+
+
+CALL = a_call(2, device="cpu")
+WIDE = torch.empty(2, 1, 9, 516, dtype=torch.bfloat16)
+REFUSED = {
+    "layout": (with_keys(CALL, layout="v32"), "takes packed v4 pages, got v32, v4"),
+    "plain rows": (with_keys(with_keys(CALL, layout="bf16"), 1, layout="bf16"), "takes packed v4 pages, got bf16"),
+    "max_logits": (dataclasses.replace(CALL, max_logits=CALL.lse), "does not return max_logits"),
+    "q starts at 8 bytes": (dataclasses.replace(CALL, q=shifted(CALL.q, 4)), "q has to start"),
+    "q heads of 1032 bytes": (dataclasses.replace(CALL, q=WIDE[:, :, :8, :512]), "q has to start"),
+    "out starts at 2 bytes": (dataclasses.replace(CALL, out=shifted(CALL.out, 1)), "out has to start"),
+    "cache at 8 bytes": (with_keys(CALL, data=torch.empty(4 * 37440 + 8, dtype=torch.uint8)[8:]), "pages of cache 1"),
+    "page stride": (with_keys(CALL, 1, page_stride=37448), "pages of cache 2"),
+    "page of 2^31 tokens": (with_keys(CALL, page_size=2**31, slots=2**31), "do not fit 31 bits"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_taken_is_said(name) -> None:
+    call, says = REFUSED[name]
+    assert says in str(hopper.why_not_taken(call))
+
+
+def test_the_rest_is_taken() -> None:
+    assert hopper.why_not_taken(CALL) is None
+    padded = torch.empty(2, 1, 64, 512, dtype=torch.bfloat16)[:, :, :8]
+    assert hopper.why_not_taken(dataclasses.replace(CALL, q=padded, out=padded.clone())) is None
+    # The stride of a dim of one does not matter, nor that between pages where there is one page.
+    assert hopper.why_not_taken(dataclasses.replace(CALL, q=CALL.q.as_strided(CALL.q.shape, (4096, 3, 512, 1)))) is None
+    assert hopper.why_not_taken(with_keys(CALL, page_stride=37448, slots=64)) is None
+    assert hopper.why_not_taken(a_call(2, topk=(0,), sink=False, page_size=1)) is None
+
+
+def test_device_and_chip_come_first(monkeypatch) -> None:
+    assert hopper.unsupported(CALL) == "runs on cuda tensors, q is on cpu"
+    on_gpu = SimpleNamespace(q=SimpleNamespace(device=torch.device("cuda", 0)))
+    with archs.override("sm_100"):
+        assert hopper.unsupported(on_gpu) == "runs on compute capability (9, 0), q is on (10, 0)"
+
+
+def test_a_kernel_that_cannot_be_built_hands_over_and_says_so_once(monkeypatch, caplog) -> None:
+    def fail(spec):
+        raise hopper_build.CannotBuildError(f"{spec.name}: no compiler")
+
+    monkeypatch.setattr(hopper_build, "binary", fail)
+    hopper._why_not_built.cache_clear()
+    q = CALL.q.as_subclass(type("Cuda", (torch.Tensor,), {"device": torch.device("cuda", 0)}))
+    call = dataclasses.replace(CALL, q=q)
+    with archs.override("sm_90"):
+        assert hopper.unsupported(call) == "native heads=8: no compiler"
+        assert hopper.unsupported(call) == "native heads=8: no compiler"
+    assert caplog.text.count("native heads=8: no compiler; its calls go to another backend") == 1
+    hopper._why_not_built.cache_clear()
+
+
+def test_capability_is_every_head_count_on_its_chip_alone() -> None:
+    here = hopper.capability((9, 0))
+    assert (here.family, here.row_split, here.layouts) == ("hopper", 0, ("v4",))
+    assert here.prefill_heads == here.decode_heads == frozenset(range(1, 129))
+    assert hopper.capability(None).prefill_heads == here.prefill_heads
+    for chip in ((8, 0), (10, 0), (12, 0)):
+        elsewhere = hopper.capability(chip)
+        assert elsewhere.prefill_heads == elsewhere.decode_heads == frozenset()
+        assert "needs compute capability (9, 0)" in elsewhere.problems[0]
+
+
+# ----------------------------------------------------------------------------------------------------------- available
+
+
+@pytest.fixture
+def h200(monkeypatch, tmp_path):
+    """A machine with an H200, a driver, and an empty cache."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(cubin, "is_there", lambda: None)
+    monkeypatch.setenv("HEADFIT_CACHE_DIR", str(tmp_path))
+    hopper._why_not_here.cache_clear()
+    yield monkeypatch
+    hopper._why_not_here.cache_clear()
+
+
+def test_usable_with_a_compiler(h200) -> None:
+    h200.setattr(hopper_build, "dsl_version", lambda: "4.8.1")
+    assert hopper.available() is None
+
+
+def test_usable_without_a_compiler_where_all_is_compiled(h200) -> None:
+    h200.setattr(hopper_build, "dsl_version", lambda: None)
+    h200.setattr(hopper_build, "in_cache", lambda spec: True)
+    assert hopper.available() is None
+
+
+def test_what_is_missing_is_said_with_the_remedy(h200) -> None:
+    h200.setattr(hopper_build, "dsl_version", lambda: None)
+    h200.setattr(hopper_build, "in_cache", lambda spec: spec.name != "merge")
+    reason = str(hopper.available())
+    assert reason.startswith("merge: not in ")
+    assert reason.endswith("and nvidia-cutlass-dsl is not installed: pip install 'headfit[hopper]'")
+
+
+def test_other_machines_are_named(h200) -> None:
+    h200.setattr(cubin, "is_there", lambda: "libcuda.so.1: not found")
+    assert hopper.available() == "libcuda.so.1: not found"
+    h200.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    assert hopper.available() == "compute capability (10, 0), needs (9, 0)"
+    h200.setattr(torch.cuda, "is_available", lambda: False)
+    assert hopper.available() == "no CUDA device"
+
+
+# ------------------------------------------------------------------------------------------------------------ launches
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list[dict]:
+    """What is launched for calls on CPU tensors: name, grid, early, and the parameters as they stood then."""
+    seen: list[dict] = []
+
+    def kernel(name, device, build):
+        def launch(grid, stream, parameters, *, early=False):
+            assert parameters is hopper._buffer.pointers
+            values = hopper_abi.LAYOUT.unpack_from(hopper._buffer.data)
+            named = dict(zip((n for n, _ in hopper_abi.PARAMETERS), values, strict=True))
+            seen.append({"name": name, "grid": grid, "stream": stream, "early": early, **named})
+
+        return SimpleNamespace(launch=launch)
+
+    monkeypatch.setattr(cubin, "kernel", kernel)
+    monkeypatch.setattr(cubin, "current_stream", lambda device: 0x57)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU device
+    return seen
+
+
+def run(call: SparseCall) -> list[str]:
+    with archs.override("sm_90"), hopper.record_variants() as names:
+        hopper.run(call)
+    return names
+
+
+def test_one_pass_is_one_launch(launched) -> None:
+    assert run(a_call(200, h_q=40, device="cpu")) == ["native heads=32"]
+    (one,) = launched
+    assert (one["name"], one["grid"], one["stream"], one["early"]) == ("native heads=32", (400, 1), 0x57, False)
+    assert (one["rows"], one["h_q"], one["head_tiles"], one["splits"]) == (200, 40, 2, 1)
+    assert (one["partial"], one["peaks"], one["totals"], one["work"]) == (0, 0, 0, 0)
+
+
+def test_shares_are_merged_by_a_second_launch(launched, monkeypatch) -> None:
+    made = []
+    empty = torch.empty
+
+    def recorded(*shape, **options):
+        made.append(empty(*shape, **options))
+        return made[-1]
+
+    call = a_call(3, h_q=12, s_q=2, device="cpu")
+    monkeypatch.setattr(torch, "empty", recorded)
+    assert run(call) == ["native heads=16", "merge"]
+    native, merge = launched
+    assert (native["grid"], native["early"]) == ((6, 10), False)
+    assert (merge["grid"], merge["early"]) == ((6, 12), True)
+    assert {k: v for k, v in native.items() if k not in ("name", "grid", "early")} == {
+        k: v for k, v in merge.items() if k not in ("name", "grid", "early")
+    }
+    (shares,) = made
+    start, end = shares.data_ptr(), shares.data_ptr() + 4 * shares.numel()
+    count = 6 * 10 * 12
+    assert native["partial"] == start
+    assert start % 16 == 0
+    assert native["peaks"] == native["partial"] + count * 512 * 4
+    assert native["totals"] == native["peaks"] + count * 4
+    assert native["totals"] + count * 4 == end
+
+
+def test_another_device_is_entered_and_left(launched, monkeypatch) -> None:
+    entered = []
+    device = type("Device", (), {"__init__": lambda self, index: entered.append(index),
+                                 "__enter__": lambda self: None, "__exit__": lambda self, *error: None})  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "device", device)
+    run(a_call(1, device="cpu"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    run(a_call(1, device="cpu"))
+    assert entered == [None]  # the index of a CPU device, which is not 3
+
+
+def test_threads_do_not_share_parameters(launched) -> None:
+    calls = {rows: a_call(rows, device="cpu") for rows in range(200, 240)}
+    errors = []
+
+    def many(mine):
+        try:
+            for rows in mine:
+                with archs.override("sm_90"):
+                    hopper.run(calls[rows])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=many, args=(range(200 + i, 240, 4),)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert sorted(one["rows"] for one in launched) == sorted(calls)
+    assert all(one["q"] == calls[one["rows"]].q.data_ptr() and one["grid"] == (one["rows"], 1) for one in launched)
+
+
+# ------------------------------------------------------------------------------------------------------------ registry
+
+
+def test_it_is_preferred_and_hands_over(monkeypatch) -> None:
+    names = list(kernels.REGISTRY)
+    assert names.index("hopper") < names.index("triton")
+    assert kernels.REGISTRY["hopper"].automatic
+    assert kernels.REGISTRY["hopper"].device_types == ("cuda",)
+    assert "headfit[hopper]" in kernels.REGISTRY["hopper"].install_hint
