@@ -12,7 +12,8 @@ import torch
 from headfit import arch as archs
 from headfit import kernels
 from headfit.call import KeySet, SparseCall
-from headfit.kernels import configs, cubin, hopper, hopper_abi, hopper_build
+from headfit.doctor import doctor_command
+from headfit.kernels import configs, cubin, hopper, hopper_abi, hopper_build, warmup
 
 SMS = archs.named("sm_90").sms
 
@@ -98,7 +99,7 @@ def shifted(t: torch.Tensor, elements: int) -> torch.Tensor:
 CALL = a_call(2, device="cpu")
 WIDE = torch.empty(2, 1, 9, 516, dtype=torch.bfloat16)
 REFUSED = {
-    "layout": (with_keys(CALL, layout="v32"), "takes packed v4 pages, got v32, v4"),
+    "layout": (with_keys(CALL, layout="v32"), "takes packed v4 pages, got v32"),
     "plain rows": (with_keys(with_keys(CALL, layout="bf16"), 1, layout="bf16"), "takes packed v4 pages, got bf16"),
     "max_logits": (dataclasses.replace(CALL, max_logits=CALL.lse), "does not return max_logits"),
     "q starts at 8 bytes": (dataclasses.replace(CALL, q=shifted(CALL.q, 4)), "q has to start"),
@@ -299,12 +300,35 @@ def test_threads_do_not_share_parameters(launched) -> None:
     assert all(one["q"] == calls[one["rows"]].q.data_ptr() and one["grid"] == (one["rows"], 1) for one in launched)
 
 
-# ------------------------------------------------------------------------------------------------------------ registry
+# ------------------------------------------------------------------------------------------- registry, doctor, warmup
 
 
-def test_it_is_preferred_and_hands_over(monkeypatch) -> None:
+def test_it_is_preferred_and_bf16_rows_go_elsewhere() -> None:
     names = list(kernels.REGISTRY)
     assert names.index("hopper") < names.index("triton")
     assert kernels.REGISTRY["hopper"].automatic
     assert kernels.REGISTRY["hopper"].device_types == ("cuda",)
     assert "headfit[hopper]" in kernels.REGISTRY["hopper"].install_hint
+    assert kernels.first_reading("v4", names, (9, 0)) == "hopper"
+    assert kernels.first_reading("bf16", names, (9, 0)) == "triton"
+    assert kernels.first_reading("bf16", ["hopper"], (9, 0)) is None
+
+
+@pytest.mark.parametrize(("gpu", "family"), [("h200", "hopper"), ("sm_100", "triton"), ("sm_80", "triton")])
+def test_doctor_shows_it_for_its_chip_alone(gpu, family) -> None:
+    assert doctor_command(tp=8, gpu=gpu).families[0].family == family
+    assert doctor_command(tp=8, gpu=gpu, family="triton").families[0].family == "triton"
+
+
+def test_warmup_launches_what_a_call_would(launched, monkeypatch) -> None:
+    monkeypatch.setattr(hopper, "unsupported", hopper.why_not_taken)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    done: dict[str, float] = {}
+    with archs.override("sm_90"):
+        warmup._once_hopper(a_call(1, h_q=8, topk=(640,), device="cpu"), done)
+        warmup._once_hopper(a_call(1, h_q=20, topk=(16,), device="cpu"), done)
+        before = dict(done)
+        warmup._once_hopper(with_keys(a_call(1, device="cpu"), layout="v32"), done)
+    assert list(done) == ["hopper native heads=8", "hopper merge", "hopper native heads=32"]
+    assert done == before  # what is not taken is not launched
+    assert all(seconds >= 0 for seconds in done.values())

@@ -101,9 +101,9 @@ def _why_not_built(spec: Spec) -> str | None:
 
 def why_not_taken(call: SparseCall) -> str | None:
     """Why a call of this form is not taken, on whatever device; None where it is."""
-    layouts = sorted({k.layout for k in call.key_sets})
-    if layouts != ["v4"]:
-        return f"takes packed v4 pages, got {', '.join(layouts)}"
+    for keys in call.key_sets:
+        if keys.layout != "v4":
+            return f"takes packed v4 pages, got {keys.layout}"
     if call.max_logits is not None:
         return "does not return max_logits"
     for name, t in (("q", call.q), ("out", call.out)):
@@ -117,14 +117,18 @@ def why_not_taken(call: SparseCall) -> str | None:
 
 def _aligned(t: Tensor) -> bool:
     """Whether every head of every row begins at a multiple of 16 bytes."""
-    steps = zip(t.stride()[:3], t.shape[:3], strict=True)
-    return t.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride, size in steps if size > 1)
+    if t.data_ptr() % 16:
+        return False
+    b, s, h, _ = t.stride()
+    if (b | s | h) % 8 == 0:
+        return True
+    return all(stride % 8 == 0 for stride, size in zip((b, s, h), t.shape, strict=False) if size > 1)
 
 
 def _fits(call: SparseCall) -> bool:
     """Whether what the kernels count in 32 bits fits: CTAs, lanes (rounded up to tiles), tokens of a page."""
-    lanes = sum(k.topk + KEYS for k in call.key_sets)
-    pages = max(k.page_size for k in call.key_sets)
+    lanes = sum([k.topk + KEYS for k in call.key_sets])
+    pages = max([k.page_size for k in call.key_sets])
     return max(call.rows * -(-call.h_q // 8), lanes, pages) <= hopper_abi.INT_MAX
 
 
@@ -152,10 +156,15 @@ def record_variants() -> Iterator[list[str]]:
 
 def plan(call: SparseCall, arch: archs.Arch) -> Plan:
     """The launches of a call, from its shapes and the chip alone."""
-    heads = next((tile for tile in NATIVE if tile >= call.h_q), max(NATIVE))
-    tiles = sum(-(-keys.topk // KEYS) for keys in call.key_sets)
-    splits = 1 if call.batch_invariant else split_count(call.rows, tiles, arch.sms)
-    return Plan(heads, -(-call.h_q // heads), splits)
+    b, s_q, h_q, _ = call.q.shape
+    tiles = sum([-(-keys.topk // KEYS) for keys in call.key_sets])
+    return _planned(b * s_q, h_q, tiles, call.batch_invariant, arch.sms)
+
+
+@functools.lru_cache(maxsize=4096)
+def _planned(rows: int, h_q: int, tiles: int, batch_invariant: bool, sms: int) -> Plan:
+    heads = next((tile for tile in NATIVE if tile >= h_q), max(NATIVE))
+    return Plan(heads, -(-h_q // heads), 1 if batch_invariant else split_count(rows, tiles, sms))
 
 
 def split_count(rows: int, tiles: int, sms: int) -> int:

@@ -10,6 +10,7 @@ the pointer 0; a call with one key set has ``topk2`` 0.
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 import threading
 from typing import Final, Literal
@@ -34,8 +35,10 @@ PARAMETERS: Final[tuple[tuple[str, Kind], ...]] = (
     *((name, "i64") for name in (*POINTERS, *STRIDES)),
     *((name, "i32") for name in NUMBERS),
     ("scale_log2", "f32"),
+    ("zeros", "i64"),  # 256 rows of 576 zero bytes
 )
-# Widest first, so the natural layout of the list has no holes and one format string writes it whole.
+# Widest first (an even number of words before the last), so that the natural layout of the list has no holes and one
+# format string writes it whole.
 LAYOUT: Final = struct.Struct("<" + "".join({"i64": "q", "i32": "i", "f32": "f"}[kind] for _, kind in PARAMETERS))
 SIZES: Final = tuple({"i64": 8, "i32": 4, "f32": 4}[kind] for _, kind in PARAMETERS)
 OFFSETS: Final = tuple(sum(SIZES[:i]) for i in range(len(SIZES)))
@@ -65,9 +68,11 @@ def magic(d: int) -> tuple[int, int]:
     return -(-(1 << (31 + bits)) // d), bits - 1
 
 
-def _signed(value: int) -> int:
-    """The int32 that has the bits of an unsigned 32-bit ``value``."""
-    return value - (1 << 32) if value > INT_MAX else value
+@functools.lru_cache(maxsize=1024)
+def _divisor(d: int) -> tuple[int, int]:
+    """`magic`, the multiplier as the int32 that has its bits."""
+    multiplier, shift = magic(d)
+    return multiplier - (1 << 32) if multiplier > INT_MAX else multiplier, shift
 
 
 class Buffer(threading.local):
@@ -99,6 +104,7 @@ def pack(
     peaks: int = 0,
     totals: int = 0,
     work: int = 0,
+    zeros: int = 0,
 ) -> None:
     """Write the parameters of ``call`` into ``buffer``. No tensor is read, only pointers, shapes and strides.
 
@@ -109,6 +115,7 @@ def pack(
         splits: CTAs that share the keys of a row; 1: the kernel writes ``out`` and ``lse`` itself.
         partial, peaks, totals: addresses of the float32 shares ``[rows, splits, h_q(, 512)]``, 0 without.
         work: address of the int32 workspace of packing, 0: packing is off.
+        zeros: address of 256 x 576 zero bytes, copied from where a lane has no key; nobody writes them.
     """
     q, out, lse = call.q, call.out, call.lse
     first = call.key_sets[0]
@@ -119,7 +126,7 @@ def pack(
     lse_b, lse_h, lse_s = lse.stride()
     kv1, idx1, len1, idx1_b, idx1_s, page_stride1, slots1, page1, magic1, shift1, topk1 = _key_set(first)
     kv2, idx2, len2, idx2_b, idx2_s, page_stride2, slots2, page2, magic2, shift2, topk2 = _key_set(second)
-    magic_s, shift_s = magic(s_q)
+    magic_s, shift_s = _divisor(s_q)
     LAYOUT.pack_into(
         buffer.data, 0,
         q.data_ptr(), out.data_ptr(), lse.data_ptr(), _pointer(call.attn_sink),
@@ -127,8 +134,8 @@ def pack(
         q_b, q_s, q_h, out_b, out_s, out_h, lse_b, lse_h, lse_s, idx1_b, idx1_s, idx2_b, idx2_s,
         page_stride1, page_stride2,
         slots1, slots2, page1, magic1, shift1, page2, magic2, shift2, topk1, topk2,
-        s_q, _signed(magic_s), shift_s, b * s_q, h_q, head_tiles, splits,
-        call.sm_scale * LOG2_E,
+        s_q, magic_s, shift_s, b * s_q, h_q, head_tiles, splits,
+        call.sm_scale * LOG2_E, zeros,
     )  # fmt: skip
 
 
@@ -142,8 +149,8 @@ def _key_set(keys: KeySet | None) -> tuple[int, ...]:
         return 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0
     indices = keys.indices
     idx_b, idx_s, _ = indices.stride()
-    multiplier, shift = magic(keys.page_size)
+    multiplier, shift = _divisor(keys.page_size)
     return (
         keys.data.data_ptr(), indices.data_ptr(), _pointer(keys.lengths), idx_b, idx_s, keys.page_stride,
-        min(keys.slots, INT_MAX), keys.page_size, _signed(multiplier), shift, indices.shape[-1],
+        min(keys.slots, INT_MAX), keys.page_size, multiplier, shift, indices.shape[-1],
     )  # fmt: skip
