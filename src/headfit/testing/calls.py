@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import headfit
-from headfit.reference import sparse_mla_reference
-from headfit.testing.compare import DOT_REL, Truth, require, require_same_bits
+from headfit.testing.compare import Truth, require, require_same_bits
+from headfit.testing.oracle import batched_truth, oracle_device
 from headfit.testing.pages import BuiltCache, CacheSpec, Route
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
@@ -116,6 +116,13 @@ def _require_form(name: str, t: Tensor, dtype: torch.dtype, shape: tuple[int, ..
     require(got == wanted, f"{name} returned as {got}, the contract says {wanted}")
 
 
+def _without(buffer: Tensor, view: Tensor) -> Tensor:
+    """A copy of ``buffer`` with zeros where ``view`` lies in it."""
+    copy = buffer.clone()
+    copy.as_strided(view.shape, view.stride(), view.storage_offset()).zero_()
+    return copy
+
+
 @dataclass
 class BuiltCall:
     """The tensors of a spec. Change them freely, then call :meth:`remember` before the next :meth:`run`."""
@@ -173,9 +180,8 @@ class BuiltCall:
         if self.sink is not None:
             self._keep("attn_sink", lambda: self.sink)  # type: ignore[arg-type,return-value]
         if self.out is not None and self.out_buffer is not None:
-            buffer, outside = self.out_buffer, torch.ones_like(self.out_buffer, dtype=torch.bool)
-            outside.as_strided(self.out.shape, self.out.stride(), self.out.storage_offset()).fill_(False)
-            self._keep("the buffer of out, outside the view,", lambda: buffer[outside])
+            view, buffer = self.out, self.out_buffer
+            self._keep("the buffer of out, outside the view,", lambda: _without(buffer, view))
         return self
 
     def _keep(self, name: str, read: Callable[[], Tensor]) -> None:
@@ -187,63 +193,40 @@ class BuiltCall:
             require_same_bits(read(), copy, f"{name} must stay untouched")
 
     def row_lanes(self, cache: BuiltCache) -> tuple[Tensor, Tensor | None]:
-        """Indices ``[rows, topk]`` and lengths ``[rows]`` of one cache, on the CPU."""
-        lanes = cache.indices.reshape(self.spec.rows, cache.indices.shape[-1]).cpu()
+        """Indices ``[rows, topk]`` and lengths ``[rows]`` of one cache, where the oracle reads them."""
+        where = oracle_device(self.q.device)
+        lanes = cache.indices.reshape(self.spec.rows, cache.indices.shape[-1]).to(where)
         if cache.lengths is None:
             return lanes, None
         repeat = self.spec.rows // max(cache.lengths.shape[0], 1)
-        return lanes, cache.lengths.cpu().repeat_interleave(repeat)
+        return lanes, cache.lengths.to(where).repeat_interleave(repeat)
 
     def q_rows(self) -> Tensor:
         """Q as ``[rows, h, d_qk]``."""
         return self.q.reshape(self.spec.rows, self.q.shape[-2], self.q.shape[-1])
 
     def truth(self, rows: Tensor | None = None, keys: list[Tensor] | None = None) -> Truth:
-        """The oracle's answer.
+        """The oracle's answer, on q's device; computed there if that is a CUDA GPU.
 
         Args:
             rows: numbers of the rows to judge; None: all.
             keys: rows ``[slots, d_qk]`` for each cache instead of the cache's own (the originals before packing).
         """
-        pick = torch.arange(self.spec.rows) if rows is None else rows.cpu()
-        q = self.q_rows().cpu()[pick]
+        where = oracle_device(self.q.device)
+        pick = torch.arange(self.spec.rows, device=where) if rows is None else rows.to(where)
         all_keys, all_lanes, all_lengths = [], [], []
         for i, cache in enumerate(self.caches):
             lanes, lengths = self.row_lanes(cache)
             lanes = lanes[pick]
             valid = (lanes >= 0) & (lanes < cache.slots)
-            used, inverse = torch.unique(
-                lanes[valid], return_inverse=True
-            )  # a huge cache is read where it is listed only
+            # a huge cache is read where it is listed only
+            used, inverse = torch.unique(lanes[valid], return_inverse=True)
             compact = torch.full_like(lanes, -1)
             compact[valid] = inverse.to(lanes.dtype)
-            source = cache.rows(used.to(cache.view.device)).cpu() if keys is None else keys[i].cpu()[used.long()]
-            all_keys.append(source)
-            all_lanes.append(compact[:, None])
+            source = cache.rows(used.to(cache.view.device)) if keys is None else keys[i].to(where)[used.long()]
+            all_keys.append(source.to(where))
+            all_lanes.append(compact)
             all_lengths.append(None if lengths is None else lengths[pick])
-        sink = None if self.sink is None else self.sink.cpu()
-        out, max_logits, lse = sparse_mla_reference(q[:, None], all_keys, all_lanes, all_lengths, self.sm_scale, sink)
-        spread, error = _conditioning(q, all_keys, all_lanes, all_lengths, self.sm_scale, lse[..., 0])
-        return Truth(*(t.to(self.q.device) for t in (out[:, 0], lse[..., 0], max_logits[..., 0], spread, error)))
-
-
-def _conditioning(
-    q: Tensor, keys: list[Tensor], lanes: list[Tensor], lengths: list[Tensor | None], scale: float, lse: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(sum of probability times absolute value [n, h, 512], bound of a float32 logit's error [n, h])."""
-    n, h = q.shape[:2]
-    spread = torch.zeros(n, h, D_V, dtype=torch.float64)
-    error = torch.zeros(n, h, dtype=torch.float64)
-    for r in range(n):
-        chosen = []
-        for k, index, length in zip(keys, lanes, lengths, strict=True):
-            row = index[r, 0] if length is None else index[r, 0, : max(int(length[r]), 0)]
-            chosen.append(k[row[row >= 0].long()])
-        rows = torch.cat(chosen).double()
-        if rows.shape[0] == 0:
-            continue
-        q64 = q[r].double()
-        error[r] = DOT_REL * abs(scale) * (q64.abs() @ rows.abs().T).amax(-1)
-        p = torch.exp(q64 @ rows.T * scale - lse[r, :, None])
-        spread[r] = p @ rows[:, :D_V].abs()
-    return spread, error
+        sink = None if self.sink is None else self.sink.to(where)
+        truth = batched_truth(self.q_rows().to(where)[pick], all_keys, all_lanes, all_lengths, self.sm_scale, sink)
+        return Truth(*(t.to(self.q.device) for t in vars(truth).values()))
