@@ -21,9 +21,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--scale", default="full", choices=("full", "small"), help="small: for the Triton interpreter")
     parser.add_argument("--seed", type=int, default=None, help="repeat a run (default: a fresh seed, printed)")
     parser.add_argument("--only", nargs="+", default=None, metavar="CHECK", help="names of checks")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that share the cases (default: 1)")
     args = parser.parse_args(argv)
     try:
-        report = run_conformance(args.backend, args.device, args.scale, args.seed, args.only, _show)
+        report = run_conformance(args.backend, args.device, args.scale, args.seed, args.only, _show, args.jobs)
     except (ValueError, kernels.BackendUnavailable) as error:
         print(error, file=sys.stderr)
         return 2

@@ -176,6 +176,7 @@ class Report:
     seed: int
     results: list[CaseResult] = field(default_factory=list)
     variants: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0  # from start to end; those of the results add up to more when processes share the work
 
     @property
     def ok(self) -> bool:
@@ -188,10 +189,9 @@ class Report:
         return [r for r in self.results if r.status != "passed"]
 
     def __str__(self) -> str:
-        seconds = sum(r.seconds for r in self.results)
         lines = [
             f"{self.backend} on {self.device}, scale {self.scale}, seed {self.seed}: "
-            f"{len(self.results) - len(self.failures)} of {len(self.results)} cases passed in {seconds:.1f} s"
+            f"{len(self.results) - len(self.failures)} of {len(self.results)} cases passed in {self.seconds:.1f} s"
         ]
         lines += [f"{r.status.upper()} {r.id}\n  protects: {r.sentence}\n  {r.message}" for r in self.failures]
         if self.variants:
@@ -212,6 +212,7 @@ def run_conformance(
     seed: int | None = None,
     only: Iterable[str] | None = None,
     progress: Callable[[CaseResult], None] | None = None,
+    jobs: int = 1,
 ) -> Report:
     """Hold a registered backend to the contract; no test framework needed.
 
@@ -222,27 +223,44 @@ def run_conformance(
         seed: of all data; None takes ``HEADFIT_TEST_SEED``, or else a fresh one. The report states it.
         only: names of checks; None means all.
         progress: called with each result as it comes.
+        jobs: processes that share the cases. Above 1 they are spawned, so the caller's main module must be guarded by
+            ``if __name__ == "__main__"``; a case whose process dies is an error, and a case has the same data in any.
 
     Returns:
         A :class:`Report`: ``.ok``, ``.failures``, ``str(report)``. Where the backend's module has a
         ``record_variants()`` context manager that yields a list of names, the launches are counted in ``.variants``.
 
     Raises:
-        ValueError: unknown backend, scale or check. headfit.kernels.BackendUnavailable: the backend cannot run here.
+        ValueError: unknown backend, scale or check, or jobs below 1. headfit.kernels.BackendUnavailable: the backend
+            cannot run here.
     """
+    from headfit.testing.workers import run_in_processes
+
+    if jobs < 1:
+        raise ValueError(f"jobs: got {jobs}, accepted are 1 and above")
     kernels.load(backend)
-    seed = fresh_seed() if seed is None else seed
-    setup = Setup(backend, torch.device(device), scale, seed)
-    report = Report(backend, str(setup.device), scale, seed)
-    recorder = getattr(kernels.load(backend), "record_variants", None)
-    with recorder() if recorder is not None else nullcontext([]) as launched:
-        for case in conformance_cases(device, scale, only):
-            result = run_case(case, setup)
-            report.results.append(result)
-            if progress is not None:
-                progress(result)
+    setup = Setup(backend, torch.device(device), scale, fresh_seed() if seed is None else seed)
+    report = Report(backend, str(setup.device), scale, setup.seed)
+    cases = conformance_cases(device, scale, only)
+    start = time.perf_counter()
+    outcomes = run_in_processes(cases, setup, jobs) if jobs > 1 else (run_counted(case, setup) for case in cases)
+    for result, launched in outcomes:
+        report.results.append(result)
         report.variants.update(launched)
+        if progress is not None:
+            progress(result)
+    order = {case.id: i for i, case in enumerate(cases)}
+    report.results.sort(key=lambda r: order[r.id])
+    report.seconds = time.perf_counter() - start
     return report
+
+
+def run_counted(case: Case, setup: Setup) -> tuple[CaseResult, Counter[str]]:
+    """:func:`run_case`, and how often each binary was launched where the backend's module tells."""
+    recorder = getattr(kernels.load(setup.backend), "record_variants", None)
+    with recorder() if recorder is not None else nullcontext([]) as launched:
+        result = run_case(case, setup)
+    return result, Counter(launched)
 
 
 def run_case(case: Case, setup: Setup) -> CaseResult:
