@@ -223,6 +223,8 @@ def launched(monkeypatch) -> list[dict]:
     monkeypatch.setattr(cubin, "kernel", kernel)
     monkeypatch.setattr(cubin, "current_stream", lambda device: 0x57)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU device
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(hopper, "_zeros", {})
     return seen
 
 
@@ -257,7 +259,7 @@ def test_shares_are_merged_by_a_second_launch(launched, monkeypatch) -> None:
     assert {k: v for k, v in native.items() if k not in ("name", "grid", "early")} == {
         k: v for k, v in merge.items() if k not in ("name", "grid", "early")
     }
-    (shares,) = made
+    (shares,) = (t for t in made if t.dtype == torch.float32)
     start, end = shares.data_ptr(), shares.data_ptr() + 4 * shares.numel()
     count = 6 * 10 * 12
     assert native["partial"] == start
@@ -265,6 +267,22 @@ def test_shares_are_merged_by_a_second_launch(launched, monkeypatch) -> None:
     assert native["peaks"] == native["partial"] + count * 512 * 4
     assert native["totals"] == native["peaks"] + count * 4
     assert native["totals"] + count * 4 == end
+
+
+def test_rows_of_zeros_are_made_once_and_never_under_capture(launched, monkeypatch) -> None:
+    call = a_call(200, device="cpu")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    run(call)
+    assert hopper._zeros == {}  # nothing outlives the graph
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    run(call)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    run(call)
+    (kept,) = hopper._zeros.values()
+    assert kept.numel() == 256 * 576
+    assert not kept.any()
+    assert [one["zeros"] for one in launched[1:]] == [kept.data_ptr()] * 2
+    assert launched[0]["zeros"] != 0
 
 
 def test_another_device_is_entered_and_left(launched, monkeypatch) -> None:

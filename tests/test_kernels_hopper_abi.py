@@ -71,7 +71,8 @@ def values(buffer: abi.Buffer) -> dict[str, int | float]:
 
 def test_every_parameter_stands_behind_its_pointer() -> None:
     call, buffer = a_call(), abi.Buffer()
-    abi.pack(buffer, call, head_tiles=1, splits=4, partial=1 << 40, peaks=2 << 40, totals=3 << 40, work=4 << 40)
+    places = {name: i << 40 for i, name in enumerate(("partial", "peaks", "totals", "work", "zeros"), 1)}
+    abi.pack(buffer, call, head_tiles=1, splits=4, **places)
     first, second = call.key_sets
     multiplier, shift = abi.magic(48)
     assert multiplier > TOP  # so that the sign bit is in use
@@ -81,7 +82,7 @@ def test_every_parameter_stands_behind_its_pointer() -> None:
         "q": call.q.data_ptr(), "out": call.out.data_ptr(), "lse": call.lse.data_ptr(),
         "sink": call.attn_sink.data_ptr(), "kv1": first.data.data_ptr(), "idx1": first.indices.data_ptr(), "len1": 0,
         "kv2": second.data.data_ptr(), "idx2": second.indices.data_ptr(), "len2": second.lengths.data_ptr(),
-        "partial": 1 << 40, "peaks": 2 << 40, "totals": 3 << 40, "work": 4 << 40,
+        **places,
         "q_b": 5 * 64 * 512, "q_s": 64 * 512, "q_h": 512, "out_b": 5 * 16 * 512, "out_s": 16 * 512, "out_h": 512,
         "lse_b": 40, "lse_h": 5, "lse_s": 1, "idx1_b": 5 * 256, "idx1_s": 256, "idx2_b": 5 * 1024, "idx2_s": 1024,
         "page_stride1": first.page_stride, "page_stride2": second.page_stride, "slots1": 192, "slots2": 192,
@@ -120,6 +121,6 @@ def test_each_thread_has_its_own_buffer() -> None:
 
 
 def test_the_layout_is_that_of_a_c_struct() -> None:
-    assert abi.LAYOUT.size == struct.calcsize("29q17if")
+    assert abi.LAYOUT.size == struct.calcsize("29q17ifq")
     assert all(offset % size == 0 for offset, size in abi.PLACES)
     assert len({name for name, _ in abi.PARAMETERS}) == len(abi.PARAMETERS)

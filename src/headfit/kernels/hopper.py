@@ -36,7 +36,9 @@ NATIVE: Final = {
 }
 MERGE: Final = Spec("merge", "headfit.kernels.hopper_merge", "merge")
 SPECS: Final = (*NATIVE.values(), MERGE)
+ZEROS: Final = 256 * 576  # bytes: rows that lanes without a key copy from
 _buffer = hopper_abi.Buffer()
+_zeros: dict[int, Tensor] = {}
 _recorders: list[list[str]] = []
 _log = logging.getLogger("headfit")
 
@@ -194,9 +196,10 @@ def run(call: SparseCall) -> None:
 def _launch(call: SparseCall, chosen: Plan, device: int) -> None:
     rows, h_q, splits = call.rows, call.h_q, chosen.splits
     stream = cubin.current_stream(device)
+    zeros = _zero_rows(call.q.device)
     native = _kernel(NATIVE[chosen.heads], device)
     if splits == 1:
-        hopper_abi.pack(_buffer, call, head_tiles=chosen.head_tiles)
+        hopper_abi.pack(_buffer, call, head_tiles=chosen.head_tiles, zeros=zeros.data_ptr())
         native.launch((rows * chosen.head_tiles, 1), stream, _buffer.pointers)
         return
     # Rows times shares are at most CTAS_PER_SM an SM, so the shares of a call are small (69 MB at 128 heads).
@@ -205,10 +208,24 @@ def _launch(call: SparseCall, chosen: Plan, device: int) -> None:
     start = shares.data_ptr()
     hopper_abi.pack(
         _buffer, call, head_tiles=chosen.head_tiles, splits=splits,
-        partial=start, peaks=start + count * 2048, totals=start + count * 2052,
+        partial=start, peaks=start + count * 2048, totals=start + count * 2052, zeros=zeros.data_ptr(),
     )  # fmt: skip
     native.launch((rows * chosen.head_tiles, splits), stream, _buffer.pointers)
     _kernel(MERGE, device).launch((rows, h_q), stream, _buffer.pointers, early=True)
+
+
+def _zero_rows(device: torch.device) -> Tensor:
+    """Zeros on ``device``, made by its first call and kept.
+
+    The copy from the host waits for the device, once, so that every stream finds them. A call under graph capture can
+    do neither, and gets zeros of its own that the graph makes at each replay.
+    """
+    kept = _zeros.get(device.index)
+    if kept is not None:
+        return kept
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(ZEROS, dtype=torch.uint8, device=device)
+    return _zeros.setdefault(device.index, torch.zeros(ZEROS, dtype=torch.uint8).to(device))
 
 
 def _kernel(spec: Spec, device: int) -> cubin.Kernel:
