@@ -105,8 +105,8 @@ REFUSED = {
     "q starts at 8 bytes": (dataclasses.replace(CALL, q=shifted(CALL.q, 4)), "q has to start"),
     "q heads of 1032 bytes": (dataclasses.replace(CALL, q=WIDE[:, :, :8, :512]), "q has to start"),
     "out starts at 2 bytes": (dataclasses.replace(CALL, out=shifted(CALL.out, 1)), "out has to start"),
-    "cache at 8 bytes": (with_keys(CALL, data=torch.empty(4 * 37440 + 8, dtype=torch.uint8)[8:]), "pages of cache 1"),
-    "page stride": (with_keys(CALL, 1, page_stride=37448), "pages of cache 2"),
+    "cache at 8 bytes": (with_keys(CALL, data=torch.empty(4 * 37440 + 8, dtype=torch.uint8)[8:]), "pages of k_cache"),
+    "page stride": (with_keys(CALL, 1, page_stride=37448), "pages of extra_k_cache"),
     "page of 2^31 tokens": (with_keys(CALL, page_size=2**31, slots=2**31), "do not fit 31 bits"),
 }
 

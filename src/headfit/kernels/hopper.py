@@ -111,9 +111,9 @@ def why_not_taken(call: SparseCall) -> str | None:
     for name, t in (("q", call.q), ("out", call.out)):
         if not _aligned(t):
             return f"{name} has to start, and to step from head to head and row to row, at multiples of 16 bytes"
-    for i, keys in enumerate(call.key_sets, 1):
+    for name, keys in zip(("k_cache", "extra_k_cache"), call.key_sets, strict=False):
         if keys.data.data_ptr() % 16 or (keys.slots > keys.page_size and keys.page_stride % 16):
-            return f"pages of cache {i} have to start at multiples of 16 bytes"
+            return f"pages of {name} have to start at multiples of 16 bytes"
     return None if _fits(call) else "rows, lanes or tokens a page do not fit 31 bits"
 
 
