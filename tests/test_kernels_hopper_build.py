@@ -137,9 +137,10 @@ def test_sources_cover_every_file_that_is_traced() -> None:
     assert traced <= covered
 
 
-def test_without_the_dsl_a_filled_cache_is_enough(cache, compiled, monkeypatch) -> None:
+@pytest.mark.parametrize("version", [None, "4.3.0"])
+def test_without_a_compiler_a_filled_cache_is_enough(version, cache, compiled, monkeypatch) -> None:
     first = build.binary(SMALL)
-    monkeypatch.setattr(build, "dsl_version", lambda: None)
+    monkeypatch.setattr(build, "dsl_version", lambda: version)
     assert build.in_cache(SMALL)
     assert again() == first
     assert compiled == [SMALL.name]

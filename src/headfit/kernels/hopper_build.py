@@ -183,12 +183,11 @@ def _sources() -> str:
 
 
 def _places(spec: Spec, where: Path) -> list[Path]:
-    """Files that may hold the binary, best first: of the installed DSL, or of any where none is installed."""
+    """Files that may hold the binary, best first: of the installed DSL, or of any where none here can compile."""
     digest = hashlib.sha256(f"{_sources()} {spec} {ARCH}".encode()).hexdigest()[:20]
     stem = "-".join(spec.name.replace("=", "").split()) + f"-{digest}"
-    version = dsl_version()
-    if version is not None:
-        return [where / f"{stem}-{version}.bin"]
+    if why_no_compiler() is None:
+        return [where / f"{stem}-{dsl_version()}.bin"]
     return sorted(where.glob(f"{stem}-*.bin"), reverse=True)
 
 
