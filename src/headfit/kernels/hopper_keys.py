@@ -1,0 +1,142 @@
+"""How the keys of a tile get into shared memory: index, address, scales, bulk copies; for the native-width kernel.
+
+Belongs here: everything that knows a row's lists and the cache's bytes.
+
+Looking up is done by two warps a tile, in turn: one lane a key. They leave 64 addresses and 64 bits of validity in
+shared memory, and send for the scales; then each of the eight warps has 8 of the 64 rows copied, four of the first half
+and four of the second. A lane without a key (past the list, negative, beyond the cache) touches no cache memory: its
+row is copied from zeros, spread over many, since copies of one row from everywhere would queue up, and its scales are
+neutral ones.
+"""
+
+# mypy: ignore-errors
+
+from cutlass import Int32, Int64
+
+from headfit.kernels import ptx
+from headfit.kernels.hopper_native_tile import PITCH, SCALES
+
+ROW_BYTES = 576
+ZERO_ROWS = 256  # of 576 bytes behind the parameter `zeros`; then 8 scale bytes of 120, a weight's factor of 1
+RECORD = 48  # bytes
+TURNS = 4  # pairs of warps that look up tiles in turn
+ARRIVALS = 66  # at a tile's barrier: 64 lanes once their scales are there, 2 warps that expect the rows
+
+
+class Keys:
+    """The two lists of a CTA's share of a row; its tiles are counted from 0.
+
+    They lie in shared memory, so that they occupy no registers: a record each of the address of the list (less its offset
+    in tiles), its end in lanes, and the tiles before the second list; address and page stride of the cache; page size,
+    the numbers that divide by it, and slots.
+    """
+
+    def __init__(self, p, f, wid):
+        self.p, self.f, self.wid = p, f, wid
+
+    def open(self, row, split, thread):
+        """Write the records (thread 0 does); returns the number of tiles. A barrier must follow."""
+        p = self.p
+        b = ptx.divide(row, p.magic_s, p.shift_s)
+        s = row - b * p.s_q
+        lanes = [_lanes(p.len1, b, p.topk1), _lanes(p.len2, b, p.topk2)]
+        tiles = [(n + 63) >> 6 for n in lanes]
+        each = ptx.quotient(tiles[0] + tiles[1] + p.splits - 1, p.splits)
+        begin = split * each
+        count = ptx.max32(ptx.min32(each, tiles[0] + tiles[1] - begin), Int32(0))
+        before = tiles[0] - begin  # tiles of this share in the first list; negative: it begins so far into the second
+        first = p.idx1 + (ptx.wide(b, p.idx1_b) + ptx.wide(s, p.idx1_s)) * 4
+        second = p.idx2 + (ptx.wide(b, p.idx2_b) + ptx.wide(s, p.idx2_s)) * 4
+        sets = (
+            (
+                ptx.at(first, begin * 256),
+                lanes[0] - begin * 64,
+                p.kv1,
+                p.page_stride1,
+                p.magic1,
+                p.shift1,
+                p.page1,
+                p.slots1,
+            ),
+            (
+                ptx.at(second, before * -256),
+                lanes[1] + before * 64,
+                p.kv2,
+                p.page_stride2,
+                p.magic2,
+                p.shift2,
+                p.page2,
+                p.slots2,
+            ),
+        )
+
+        def write():
+            for i, (place, lanes_end, kv, stride, *numbers) in enumerate(sets):
+                record = self.f.lists + RECORD * i
+                ptx.sts128(record, [*ptx.words(place), lanes_end, before])
+                ptx.sts128(record, [*ptx.words(kv), *ptx.words(stride)], 16)
+                ptx.sts128(record, numbers, 32)
+
+        ptx.when(ptx.equal(thread, Int32(0)), write)
+        return count
+
+    def record(self, it):
+        """The record of the list that tile ``it`` belongs to."""
+        first = ptx.less(it, ptx.lds32(self.f.lists, 12))
+        return self.f.lists + ptx.pick32(first, Int32(0), Int32(RECORD))
+
+    def turn(self, it, end):
+        """Whether this warp looks up tile ``it``; nobody does where there is none."""
+        return ptx.equal(it & (TURNS - 1), self.wid >> 1) & ptx.less(it, end)
+
+    def key(self):
+        """The key of the tile for which this lane works, in its turn."""
+        return (self.wid & 1) * 32 + ptx.lane()
+
+    def send_index(self, it, end, state):
+        """Send for the index of a key of tile ``it``, -1 past the list."""
+
+        def send():
+            low, high, lanes, _ = ptx.lds128(self.record(it))
+            position = it * 64 + self.key()
+            source = ptx.at(ptx.address(low, high), position * 4)
+            state.index[0] = ptx.ldg32_if(source, ptx.less(position, lanes), Int32(-1))
+
+        ptx.when(self.turn(it, end), send)
+
+    def locate(self, it, end, parity, state):
+        """Turn the index into an address, leave it in shared memory, send for the scales, expect the tile's bytes."""
+
+        def find():
+            p, f, record, index = self.p, self.f, self.record(it), state.index[0]
+            magic, shift, page, slots = ptx.lds128(record, 32)
+            kv_low, kv_high, stride_low, stride_high = ptx.lds128(record, 16)
+            valid = ptx.within(index, slots)
+            number = ptx.divide(index, magic, shift)
+            offset = index - number * page
+            begin = ptx.address(kv_low, kv_high) + ptx.wide(number, ptx.address(stride_low, stride_high))
+            scales = begin + ptx.wide(page, Int64(ROW_BYTES)) + ptx.wide(offset, Int64(8))
+            key = self.key()
+            zero_row = (it * 64 + key + ptx.block()) & (ZERO_ROWS - 1)
+            nothing = p.zeros + ptx.wide(zero_row, Int64(ROW_BYTES))
+            source = ptx.pick64(valid, begin + ptx.wide(offset, Int64(ROW_BYTES)), nothing)
+            ptx.sts64(f.sources + key * 8, ptx.words(source))
+            ptx.sts32(f.validity + parity * 8 + (self.wid & 1) * 4, ptx.ballot(valid))
+            scales = ptx.pick64(valid, scales, p.zeros + Int64(ZERO_ROWS * ROW_BYTES))
+            ptx.copy_async8(f.raw + key * PITCH + SCALES + parity * 8, scales)
+            ptx.mbarrier_arrive_after_copies(f.full)
+            ptx.mbarrier_expect_if(f.full, Int32(32 * ROW_BYTES), ptx.leader())
+
+        ptx.when(self.turn(it, end), find)
+
+    def copy(self, half):
+        """Send for four rows of a half, from the addresses in shared memory."""
+        sources = self.f.sources + self.wid * 32
+        target = self.f.raw + self.wid * 4 * PITCH
+        ptx.copy_four_rows(sources, 256 * half, target + half * 32 * PITCH, self.f.full, ROW_BYTES, PITCH)
+
+
+def _lanes(lengths, b, topk):
+    """clamp(length, 0, topk), or topk where there are no lengths."""
+    n = ptx.ldg32_if(lengths + ptx.wide(b, Int64(4)), ptx.given(lengths), topk)
+    return ptx.min32(ptx.max32(n, Int32(0)), topk)

@@ -1,0 +1,356 @@
+"""The native-width kernel of Hopper: one CTA for a row and 8, 16 or 32 of its heads, straight from packed v4 pages.
+
+Belongs here: the life of a row (its queries, the loop over its tiles, its result) and the sizes. Does not belong here:
+a tile (``hopper_native_tile.py``), the way of the keys (``hopper_keys.py``), launching (``hopper.py``).
+
+Nothing is computed for a head that is not there beyond the next multiple of 8. Bits of a head depend on the row's keys
+and on that head's query alone: tiles are 64 keys, in list order, whatever the width.
+"""
+
+# mypy: ignore-errors
+
+from dataclasses import dataclass, replace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from headfit.kernels import ptx
+from headfit.kernels.hopper_keys import ARRIVALS, Keys
+from headfit.kernels.hopper_native_tile import PITCH, THREADS, gather_max, permuted, tile
+from headfit.kernels.hopper_params import Params, Traced
+
+LOWEST = -1e30  # of a running maximum that has seen no logit
+LN_2, LOG2_E = 0.6931471805599453, 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Size:
+    """What the number of heads of a CTA fixes. Offsets and sizes are bytes of shared memory.
+
+    ``halves``: of a group of dims, under way at a time in the first product; ``pending``: steps of the second product
+    under way while the next is converted; both trade registers for overlap.
+    ``copy_step``: where among the eight steps of the second product the first half of the next tile is sent for.
+    """
+
+    heads: int
+    min_blocks: int
+    pending: int
+    halves: int
+    copy_step: int = 4
+
+    @property
+    def n(self):
+        """Accumulators of a thread for 64 rows of a product."""
+        return self.heads // 2
+
+    @property
+    def nv(self):
+        """Logits of a thread after the exchange."""
+        return self.heads // 4
+
+    @property
+    def group_bytes(self):
+        """Q or P of 64 dims or keys."""
+        return self.heads * 128
+
+    @property
+    def exchange_bytes(self):
+        """What one warpgroup sends to the other."""
+        return 128 * 4 * self.nv
+
+    def offsets(self):
+        """Places of q, weights, raw rows, exchange, maxima, factors, sources, lists, validity, barriers; and the end."""
+        head, exchange = 8 * self.group_bytes, 2 * self.exchange_bytes
+        sizes = (head, head, 64 * PITCH, exchange, 128, 128, 512, 96, 32, 32)
+        return [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+
+
+SIZES = {
+    8: Size(8, min_blocks=3, pending=0, halves=2),
+    16: Size(16, min_blocks=3, pending=0, halves=1),
+    32: Size(32, min_blocks=2, pending=0, halves=1),
+}
+
+
+class Frame:
+    """A thread's places, fixed for the life of a row. Few are kept in registers: the rest is computed where needed."""
+
+    def __init__(self, size, base, tid, wid):
+        q, p, raw, exchange, maxima, _, sources, lists, validity, barriers, _ = size.offsets()
+        lane, self.warp = tid & 31, wid & 3
+        wg = wid >> 2
+        self.size, self.wid = size, wid
+        self.q, self.raw = base + q, base + raw
+        self.rows = self.raw + permuted(self.warp * 16 + (lane >> 2)) * PITCH + (lane & 3) * 16
+        self.columns = self.raw + permuted(lane) * PITCH + self.warp * 16
+        self.exchange = base + exchange + (tid & 127) * min(16, 4 * size.nv)
+        self.peaks = base + exchange
+        head = lane & (size.heads - 1)
+        self.weights = base + p + head * 128 + (((2 * self.warp + wg) ^ (head & 7)) << 4)
+        self.q_descriptor = ((base + q) >> 4) | 0x10000
+        self.p_descriptor = ((base + p) >> 4) | 0x10000
+        self.head_maxima, self.head_factors = base + maxima, base + maxima + 128
+        self.maxima = self.head_maxima + (lane & 3) * 8
+        self.sources, self.lists = base + sources, base + lists
+        self.validity, self.unusual = base + validity, base + validity + 16
+        self.full = base + barriers
+        self.first_half_free, self.second_half_free = base + barriers + 8, base + barriers + 16
+
+    def rope_columns(self):
+        """Like ``columns``, for rope dims, which are two bytes each."""
+        return self.columns + self.warp * 16
+
+    def head(self, lane):
+        """The head whose maximum and sum a lane keeps, after ``gather_max``."""
+        i = (lane >> 2) & (self.size.nv - 1)
+        return 8 * (i >> 1) + 2 * (lane & 3) + (i & 1)
+
+
+class State:
+    """What a thread carries from tile to tile; register arrays, indexed by constants only."""
+
+    def __init__(self, size):
+        self.acc = cute.make_rmem_tensor((4 * size.n,), Float32)  # [group of this warpgroup][accumulator]
+        self.total = cute.make_rmem_tensor((size.nv,), Float32)
+        self.index = cute.make_rmem_tensor((1,), Int32)  # of the tile after the next, in the warps whose turn it is
+        self.size = size
+        self.index[0] = Int32(-1)
+
+
+def clear(state):
+    """Sums as before the first tile."""
+    for i in range(4 * state.size.n):
+        state.acc[i] = Float32(0.0)
+    for i in range(state.size.nv):
+        state.total[i] = Float32(0.0)
+
+
+def fetch_queries(f, p, place):
+    """Send for q of this CTA's heads: a warp takes a head at a time, a lane 2 x 8 of its dims."""
+    lane, chunks = ptx.lane(), []
+    for k in range(f.size.heads // 8):
+        head = f.wid + 8 * k
+        source = place.q + ptx.wide(head, p.q_h) * 2
+        here = ptx.less(head, place.heads)
+        chunks.append([ptx.ldg128_if(ptx.at(source, lane * 16 + 512 * i), here) for i in range(2)])
+    return chunks
+
+
+def store_queries(f, p, chunks):
+    """Put q into shared memory, in the order of the first product's k index; maxima to their start.
+
+    A head is brought to a largest exponent of 7 by a power of two, whose inverse joins the softmax scale: f16 then
+    holds every element to 2^-28 of the largest, and rope dims stay bf16, exactly.
+    """
+    lane = ptx.lane()
+    for k, pair in enumerate(chunks):
+        head = f.wid + 8 * k
+        top = Int32(0)
+        for word in pair[0] + pair[1]:
+            top = ptx.max_u16x2(top, word & 0x7FFF7FFF)
+        for mask in (16, 8, 4, 2, 1):
+            top = ptx.max_u16x2(top, ptx.shfl_xor_bits(top, mask))
+        top = ptx.max_u16x2(top, ptx.shr(top, 16)) & 0xFFFF
+        exponent = ptx.max32(ptx.shr(top, 7), Int32(14))
+        power = (261 - exponent) << 23
+        for i in range(2):
+            store_query_chunk(f, head, lane + 32 * i, pair[i], power)
+        factor = p.scale_log2 * ptx.as_float((exponent - 7) << 23)
+
+        def write(head=head, factor=factor):
+            ptx.sts32f(f.head_maxima + head * 4, Float32(LOWEST))
+            ptx.sts32f(f.head_factors + head * 4, factor)
+
+        ptx.when(ptx.leader(), write)
+
+
+def store_query_chunk(f, head, chunk, words, power):
+    """Eight dims of a head, times ``power``, at their k index; rope dims stay bf16, the others become f16."""
+    group, sub = chunk >> 3, chunk & 7
+    rope = ptx.equal(group, Int32(7))
+    high = ptx.pick32(rope, sub >> 2, sub & 1)
+    column = ptx.pick32(rope, sub & 3, sub >> 1)
+    factor = ptx.as_float(power)
+    both = ptx.prmt(power, power, 0x3232)
+    base = f.q + group * f.size.group_bytes + head * 128 + 4 * column
+    for j in range(4):
+        low, upper = ptx.as_float(words[j] << 16), ptx.as_float(ptx.prmt(words[j], Int32(0), 0x3244))
+        usual = ptx.pack_f16(ptx.fmul(low, factor), ptx.fmul(upper, factor))
+        word = ptx.pick32(rope, ptx.mul_bf16x2(words[j], both), usual)
+        ptx.sts32(base + (((4 * high + j) ^ (head & 7)) << 4), word)
+
+
+def first_tile(keys, end, parity, state):
+    """Send for the first tile of a pass, and for the index of the one after it."""
+    keys.send_index(Int32(0), end, state)
+    keys.locate(Int32(0), end, parity & 1, state)
+    keys.send_index(Int32(1), end, state)
+    ptx.sync(THREADS)
+
+    def copy():
+        keys.copy(0)
+        keys.copy(1)
+
+    ptx.when(ptx.less(Int32(0), end), copy)
+
+
+def finish(f, wg, p, state, unit):
+    """The result of the row, or this CTA's share of it. ``unit``: what a weight's scale was multiplied by, inverted."""
+    size = f.size
+    lane = ptx.lane()
+    peaks = f.peaks + lane * 4
+    own = gather_max([state.total[i] for i in range(size.nv)], lane >> 2, ptx.fadd)
+    ptx.sync(THREADS)
+    ptx.sts32f(peaks + f.wid * 128, own)
+    ptx.sync(THREADS)
+    total = ptx.lds32f(peaks)
+    for warp in range(1, 8):
+        total = ptx.fadd(total, ptx.lds32f(peaks, 128 * warp))
+    place = Place(p, size.heads)
+    place.lane, place.head = lane, f.head(lane)
+    maximum = ptx.lds32f(f.head_maxima + place.head * 4)
+    whole = ptx.equal(p.splits, Int32(1))
+    ptx.when(whole, lambda: write_whole(f, wg, p, state, unit, place, total, maximum))
+    ptx.when(whole ^ 1, lambda: write_share(f, wg, p, state, unit, place, total, maximum))
+
+
+def speaks(f, place):
+    """Whether this lane writes the statistics of its head: one lane of one warp does."""
+    return ptx.equal(f.wid, Int32(0)) & ptx.less(place.lane, Int32(4 * f.size.nv)) & ptx.less(place.head, place.heads)
+
+
+def write_whole(f, wg, p, state, unit, place, total, maximum):
+    """Normalised output and lse. A row without keys: 0 and +inf."""
+    g, c = place.lane >> 2, place.lane & 3
+    empty = ptx.equal(ptx.as_bits(total), Int32(0))
+    lse = ptx.fmul(ptx.fadd(maximum, ptx.lg2(total)), Float32(LN_2))
+    lse = ptx.pickf(empty, Float32(float("inf")), lse)
+    ptx.stg32f_if(place.lse + ptx.wide(place.head, p.lse_h) * 4, lse, speaks(f, place))
+    sink_at = ptx.at(p.sink, (place.head0 + place.head) * 4)
+    given = ptx.given(p.sink) & ptx.less(place.head, place.heads)
+    sink = ptx.as_float(ptx.ldg32_if(sink_at, given, Int32(0xFF800000 - (1 << 32))))
+    weight = ptx.fadd(total, ptx.ex2(ptx.fma(sink, Float32(LOG2_E), -maximum)))
+    norm = ptx.pickf(empty, Float32(0.0), ptx.rcp(weight))
+    for i in range(f.size.nv):
+        factor = ptx.shfl(norm, c + 4 * i)
+        head = 8 * (i >> 1) + 2 * c + (i & 1)
+        here = ptx.less(head, place.heads)
+        row = place.out + ptx.wide(head, p.out_h) * 2
+        for k in range(4):
+            group = 4 * wg + k
+            z = k * f.size.n + 4 * (i >> 1) + (i & 1)
+            scale = factor if group == 7 else ptx.fmul(factor, unit)
+            pair = ptx.pack_bf16(ptx.fmul(state.acc[z], scale), ptx.fmul(state.acc[z + 2], scale))
+            if group < 7:
+                ptx.stg32_if(ptx.at(row, group * 128 + f.warp * 32 + g * 4), pair, here)
+            else:
+                at = ptx.at(row, group * 128 + f.warp * 32 + g * 2)
+                ptx.stg16_if(at, pair, here)
+                ptx.stg16_if(at + 16, ptx.shr(pair, 16), here)
+
+
+def write_share(f, wg, p, state, unit, place, total, maximum):
+    """Sums as they are, and the maximum they are relative to, for the merge."""
+    g, c = place.lane >> 2, place.lane & 3
+    empty = ptx.equal(ptx.as_bits(total), Int32(0))
+    peak = ptx.pickf(empty, Float32(float("-inf")), maximum)
+    slot = place.share + place.head
+    ptx.stg32f_if(p.peaks + ptx.wide(slot, Int64(4)), peak, speaks(f, place))
+    ptx.stg32f_if(p.totals + ptx.wide(slot, Int64(4)), total, speaks(f, place))
+    for i in range(f.size.nv):
+        head = 8 * (i >> 1) + 2 * c + (i & 1)
+        here = ptx.less(head, place.heads)
+        row = p.partial + ptx.wide(place.share + head, Int64(2048))
+        for k in range(4):
+            group = 4 * wg + k
+            z = k * f.size.n + 4 * (i >> 1) + (i & 1)
+            a, b = state.acc[z], state.acc[z + 2]
+            if group < 7:
+                at = ptx.at(row, group * 256 + f.warp * 64 + g * 8)
+                ptx.stg64f_if(at, [ptx.fmul(a, unit), ptx.fmul(b, unit)], here)
+            else:
+                at = ptx.at(row, group * 256 + f.warp * 64 + g * 4)
+                ptx.stg32f_if(at, a, here)
+                ptx.stg32f_if(at + 32, b, here)
+
+
+class Place:
+    """Where this CTA's row, heads and share stand in the call's tensors; computed anew at both ends of a row."""
+
+    def __init__(self, p, heads):
+        x, split = ptx.block(), ptx.block_y()
+        row = ptx.quotient(x, p.head_tiles)
+        head_tile = x - row * p.head_tiles
+        b = ptx.divide(row, p.magic_s, p.shift_s)
+        s = row - b * p.s_q
+        self.head0 = head_tile * heads
+        self.heads = ptx.min32(p.h_q - self.head0, Int32(heads))
+        h = ptx.wide(self.head0, p.q_h)
+        self.q = p.q + (ptx.wide(b, p.q_b) + ptx.wide(s, p.q_s) + h) * 2
+        self.out = p.out + (ptx.wide(b, p.out_b) + ptx.wide(s, p.out_s) + ptx.wide(self.head0, p.out_h)) * 2
+        self.lse = p.lse + (ptx.wide(b, p.lse_b) + ptx.wide(s, p.lse_s) + ptx.wide(self.head0, p.lse_h)) * 4
+        self.share = (row * p.splits + split) * p.h_q + self.head0
+
+
+def native(heads, **changes):
+    """The kernel for CTAs of ``heads`` heads; ``changes`` replace fields of its `Size`, to measure them."""
+    size = replace(SIZES[heads], **changes)
+
+    @cute.kernel
+    def sparse_mla_native(p: Params):
+        tid, _, _ = cute.arch.thread_idx()
+        x, split, _ = cute.arch.block_idx()
+        base = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint())
+        wid = cute.arch.make_warp_uniform(tid >> 5)
+        row = ptx.quotient(x, p.head_tiles)
+        f = Frame(size, base, tid, wid)
+        keys = Keys(p, f, wid)
+        f.keys = keys
+        end = keys.open(row, split, tid)
+        state = State(size)
+        starts = ptx.equal(tid, Int32(0))
+        for barrier, count in ((f.full, ARRIVALS), (f.first_half_free, 8), (f.second_half_free, 8)):
+            ptx.mbarrier_init_if(barrier, count, starts)
+        ptx.mbarrier_init_done()
+        ptx.when(starts, lambda: ptx.sts32(f.unusual, Int32(0)))
+        chunks = fetch_queries(f, p, Place(p, size.heads))
+        ptx.sync(THREADS)
+        first_tile(keys, end, Int32(0), state)
+        store_queries(f, p, chunks)
+        ptx.fence_async()
+        ptx.sync(THREADS)
+        clear(state)
+        if wid < 4:
+            for it in cutlass.range(0, end, unroll=1):
+                tile(f, 0, it, end, it, state, False)
+        else:
+            for it in cutlass.range(0, end, unroll=1):
+                tile(f, 1, it, end, it, state, False)
+        ptx.sync(THREADS)
+        if ptx.lds32(f.unusual) == 0:
+            if wid < 4:
+                finish(f, 0, p, state, Float32(2.0**-7))
+            else:
+                finish(f, 1, p, state, Float32(2.0**-7))
+        else:
+            clear(state)
+            if wid == 0:
+                reset_maxima(f)
+            first_tile(keys, end, end, state)
+            ptx.sync(THREADS)
+            if wid < 4:
+                for it in cutlass.range(0, end, unroll=1):
+                    tile(f, 0, it, end, it + end, state, True)
+                finish(f, 0, p, state, Float32(1.0))
+            else:
+                for it in cutlass.range(0, end, unroll=1):
+                    tile(f, 1, it, end, it + end, state, True)
+                finish(f, 1, p, state, Float32(1.0))
+
+    return Traced(sparse_mla_native, threads=THREADS, smem=size.offsets()[-1], min_blocks=size.min_blocks)
+
+
+def reset_maxima(f):
+    """Maxima as before the first tile, by one warp."""
+    ptx.sts32f(f.head_maxima + ptx.lane() * 4, Float32(LOWEST))

@@ -1,0 +1,553 @@
+"""PTX instructions as Python functions, for kernels traced by CuTe DSL: one function, one instruction or short sequence.
+
+Belongs here: inline assembly and nothing else; every function takes and returns DSL scalars (``Int32``, ``Int64``,
+``Float32``), so a kernel reads as arithmetic. Does not belong here: layouts, loops, decisions. Importing this module
+imports the DSL; only code that compiles a kernel does.
+
+Conventions: addresses of shared memory are ``Int32``, of global memory ``Int64``; ``off`` is a constant in bytes;
+truth values are ``Int32`` 0 or 1. Arithmetic that must keep subnormals says so (no ``.ftz``).
+"""
+
+# mypy: ignore-errors
+
+from cutlass import Float32, Int32, Int64
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import llvm, scf
+
+SHARED_STATE = "~{memory}"
+
+
+def asm(outs, ins, code, constraints, effects=True):
+    """One piece of inline assembly: ``outs`` are result types; returns the list of wrapped results."""
+    values = [x.ir_value() if hasattr(x, "ir_value") else x for x in ins]
+    options = {"has_side_effects": effects, "is_align_stack": False, "asm_dialect": llvm.AsmDialect.AD_ATT}
+    if not outs:
+        llvm.inline_asm(None, values, code, constraints, **options)
+        return []
+    types = [o.mlir_type for o in outs]
+    if len(outs) == 1:
+        return [outs[0](llvm.inline_asm(types[0], values, code, constraints, **options))]
+    packed = llvm.inline_asm(llvm.StructType.get_literal(types), values, code, constraints, **options)
+    return [o(llvm.extractvalue(t, packed, [i])) for i, (o, t) in enumerate(zip(outs, types, strict=True))]
+
+
+def when(flag, block, otherwise=None):
+    """Run ``block()`` at run time where ``flag`` is not 0 (uniform over the warp or wider, as the block needs)."""
+    branch = scf.IfOp((flag != 0).ir_value(), has_else=otherwise is not None)
+    for place, body in ((branch.then_block, block), (branch.else_block if otherwise else None, otherwise)):
+        if body is not None:
+            with ir.InsertionPoint(place):
+                body()
+                scf.yield_([])
+
+
+# --- shared memory
+
+
+def lds32(a, off=0):
+    """One 32-bit word."""
+    return asm([Int32], [a], f"ld.shared.b32 $0, [$1+{off}];", "=r,r,~{memory}")[0]
+
+
+def lds64(a, off=0):
+    """Two 32-bit words."""
+    return asm([Int32] * 2, [a], f"ld.shared.v2.b32 {{$0,$1}}, [$2+{off}];", "=r,=r,r,~{memory}")
+
+
+def lds128(a, off=0):
+    """Four 32-bit words."""
+    return asm([Int32] * 4, [a], f"ld.shared.v4.b32 {{$0,$1,$2,$3}}, [$4+{off}];", "=r,=r,=r,=r,r,~{memory}")
+
+
+def lds32f(a, off=0):
+    """One float32."""
+    return asm([Float32], [a], f"ld.shared.f32 $0, [$1+{off}];", "=f,r,~{memory}")[0]
+
+
+def lds64f(a, off=0):
+    """Two float32."""
+    return asm([Float32] * 2, [a], f"ld.shared.v2.f32 {{$0,$1}}, [$2+{off}];", "=f,=f,r,~{memory}")
+
+
+def lds128f(a, off=0):
+    """Four float32."""
+    return asm([Float32] * 4, [a], f"ld.shared.v4.f32 {{$0,$1,$2,$3}}, [$4+{off}];", "=f,=f,=f,=f,r,~{memory}")
+
+
+def sts32(a, v, off=0):
+    """Store one word."""
+    asm([], [a, v], f"st.shared.b32 [$0+{off}], $1;", "r,r,~{memory}")
+
+
+def sts64(a, v, off=0):
+    """Store two words."""
+    asm([], [a, *v], f"st.shared.v2.b32 [$0+{off}], {{$1,$2}};", "r,r,r,~{memory}")
+
+
+def sts128(a, v, off=0):
+    """Store four words."""
+    asm([], [a, *v], f"st.shared.v4.b32 [$0+{off}], {{$1,$2,$3,$4}};", "r,r,r,r,r,~{memory}")
+
+
+def sts32f(a, v, off=0):
+    """Store one float32."""
+    asm([], [a, v], f"st.shared.f32 [$0+{off}], $1;", "r,f,~{memory}")
+
+
+def sts64f(a, v, off=0):
+    """Store two float32."""
+    asm([], [a, *v], f"st.shared.v2.f32 [$0+{off}], {{$1,$2}};", "r,f,f,~{memory}")
+
+
+def sts128f(a, v, off=0):
+    """Store four float32."""
+    asm([], [a, *v], f"st.shared.v4.f32 [$0+{off}], {{$1,$2,$3,$4}};", "r,f,f,f,f,~{memory}")
+
+
+def ldmatrix_trans4(a, off=0):
+    """Four 8x8 matrices of 16-bit units, each transposed."""
+    code = f"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$0,$1,$2,$3}}, [$4+{off}];"
+    return asm([Int32] * 4, [a], code, "=r,=r,=r,=r,r,~{memory}")
+
+
+def stmatrix_trans(a, v, off=0):
+    """One, two or four 8x8 matrices of 16-bit units, each transposed."""
+    n = len(v)
+    names = ",".join(f"${i + 1}" for i in range(n))
+    code = f"stmatrix.sync.aligned.m8n8.x{n}.trans.shared.b16 [$0+{off}], {{{names}}};"
+    asm([], [a, *v], code, "r," + "r," * n + "~{memory}")
+
+
+# --- global memory
+
+
+def ldg32_if(p, flag, other):
+    """One word where ``flag``, else ``other``; the address is not touched then."""
+    code = "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, $3; @p ld.global.nc.b32 $0, [$1]; }"
+    return asm([Int32], [p, flag, other], code, "=&r,l,r,r")[0]
+
+
+def ldg64_if(p, flag, other):
+    """Two words where ``flag``, else ``other`` twice."""
+    code = (
+        "{ .reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, $4; mov.b32 $1, $4; @p ld.global.nc.v2.b32 {$0,$1}, [$2]; }"
+    )
+    return asm([Int32] * 2, [p, flag, other], code, "=&r,=&r,l,r,r")
+
+
+def ldg128_if(p, flag):
+    """Four words where ``flag``, else zeros."""
+    code = (
+        "{ .reg .pred p; setp.ne.s32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
+        "@p ld.global.nc.v4.b32 {$0,$1,$2,$3}, [$4]; }"
+    )
+    return asm([Int32] * 4, [p, flag], code, "=&r,=&r,=&r,=&r,l,r")
+
+
+def stg16_if(p, v, flag):
+    """Store the low 16 bits where ``flag``."""
+    code = "{ .reg .pred p; .reg .b16 a,b; setp.ne.s32 p, $2, 0; mov.b32 {a,b}, $1; @p st.global.b16 [$0], a; }"
+    asm([], [p, v, flag], code, "l,r,r,~{memory}")
+
+
+def stg32_if(p, v, flag):
+    """Store one word where ``flag``."""
+    code = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.global.b32 [$0], $1; }"
+    asm([], [p, v, flag], code, "l,r,r,~{memory}")
+
+
+def stg32f_if(p, v, flag):
+    """Store one float32 where ``flag``."""
+    code = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.global.f32 [$0], $1; }"
+    asm([], [p, v, flag], code, "l,f,r,~{memory}")
+
+
+def stg64f_if(p, v, flag):
+    """Store two float32 where ``flag``."""
+    code = "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.v2.f32 [$0], {$1,$2}; }"
+    asm([], [p, *v, flag], code, "l,f,f,r,~{memory}")
+
+
+def at(p, i):
+    """Global address ``p + i`` for a 32-bit signed byte offset."""
+    return asm([Int64], [p, i], "{ .reg .b64 t; cvt.s64.s32 t, $2; add.s64 $0, $1, t; }", "=l,l,r", False)[0]
+
+
+def words(p):
+    """Low and high word of a 64-bit integer."""
+    return asm([Int32] * 2, [p], "mov.b64 {$0,$1}, $2;", "=r,=r,l", False)
+
+
+def address(low, high):
+    """The 64-bit integer of two words."""
+    return asm([Int64], [low, high], "mov.b64 $0, {$1,$2};", "=l,r,r", False)[0]
+
+
+def wide(a, b):
+    """64-bit product of an unsigned 32-bit and a 64-bit integer."""
+    code = "{ .reg .b64 t; cvt.u64.u32 t, $1; mul.lo.s64 $0, t, $2; }"
+    return asm([Int64], [a, b], code, "=l,r,l", False)[0]
+
+
+# --- integers
+
+
+def divide(n, magic, shift):
+    """``n / d`` for ``0 <= n < 2^31`` by the host's magic number of d; magic 0 stands for d = 1."""
+    code = (
+        "{ .reg .pred p; .reg .b32 t; setp.eq.s32 p, $2, 0; mul.hi.u32 t, $1, $2; shr.u32 t, t, $3; "
+        "selp.b32 $0, $1, t, p; }"
+    )
+    return asm([Int32], [n, magic, shift], code, "=r,r,r,r", False)[0]
+
+
+def quotient(a, b):
+    """``a / b`` of non-negative integers, by the slow division."""
+    return asm([Int32], [a, b], "div.u32 $0, $1, $2;", "=r,r,r", False)[0]
+
+
+def min32(a, b):
+    """Signed minimum."""
+    return asm([Int32], [a, b], "min.s32 $0, $1, $2;", "=r,r,r", False)[0]
+
+
+def max32(a, b):
+    """Signed maximum."""
+    return asm([Int32], [a, b], "max.s32 $0, $1, $2;", "=r,r,r", False)[0]
+
+
+def max_u16x2(a, b):
+    """Maximum of two pairs of unsigned 16-bit integers."""
+    return asm([Int32], [a, b], "max.u16x2 $0, $1, $2;", "=r,r,r", False)[0]
+
+
+def less(a, b):
+    """``a < b``, signed."""
+    return asm([Int32], [a, b], "{ .reg .pred p; setp.lt.s32 p, $1, $2; selp.s32 $0, 1, 0, p; }", "=r,r,r", False)[0]
+
+
+def equal(a, b):
+    """``a == b``."""
+    return asm([Int32], [a, b], "{ .reg .pred p; setp.eq.s32 p, $1, $2; selp.s32 $0, 1, 0, p; }", "=r,r,r", False)[0]
+
+
+def within(i, n):
+    """``0 <= i < n``, by one unsigned comparison."""
+    return asm([Int32], [i, n], "{ .reg .pred p; setp.lt.u32 p, $1, $2; selp.s32 $0, 1, 0, p; }", "=r,r,r", False)[0]
+
+
+def given(p):
+    """1 where a 64-bit pointer is not 0."""
+    return asm([Int32], [p], "{ .reg .pred p; setp.ne.s64 p, $1, 0; selp.s32 $0, 1, 0, p; }", "=r,l", False)[0]
+
+
+def pick32(flag, a, b):
+    """``a`` where flag, else ``b``: words."""
+    code = "{ .reg .pred p; setp.ne.s32 p, $3, 0; selp.b32 $0, $1, $2, p; }"
+    return asm([Int32], [a, b, flag], code, "=r,r,r,r", False)[0]
+
+
+def pick64(flag, a, b):
+    """``a`` where flag, else ``b``: 64 bits."""
+    code = "{ .reg .pred p; setp.ne.s32 p, $3, 0; selp.b64 $0, $1, $2, p; }"
+    return asm([Int64], [a, b, flag], code, "=l,l,l,r", False)[0]
+
+
+def pickf(flag, a, b):
+    """``a`` where flag, else ``b``: float32."""
+    code = "{ .reg .pred p; setp.ne.s32 p, $3, 0; selp.f32 $0, $1, $2, p; }"
+    return asm([Float32], [a, b, flag], code, "=f,f,f,r", False)[0]
+
+
+def prmt(a, b, selector):
+    """Bytes of a (0..3) and b (4..7) by ``selector``, a constant."""
+    return asm([Int32], [a, b], f"prmt.b32 $0, $1, $2, {selector};", "=r,r,r", False)[0]
+
+
+def shr(a, n):
+    """Logical shift right by a constant."""
+    return asm([Int32], [a], f"shr.u32 $0, $1, {n};", "=r,r", False)[0]
+
+
+def bit(a, i):
+    """Bit ``i`` of a."""
+    return asm([Int32], [a, i], "bfe.u32 $0, $1, $2, 1;", "=r,r,r", False)[0]
+
+
+# --- float32
+
+
+def ex2(x):
+    """2^x."""
+    return asm([Float32], [x], "ex2.approx.ftz.f32 $0, $1;", "=f,f", False)[0]
+
+
+def lg2(x):
+    """log2(x)."""
+    return asm([Float32], [x], "lg2.approx.f32 $0, $1;", "=f,f", False)[0]
+
+
+def rcp(x):
+    """1 / x."""
+    return asm([Float32], [x], "rcp.approx.ftz.f32 $0, $1;", "=f,f", False)[0]
+
+
+def fmul(a, b):
+    """``a * b``, subnormals kept."""
+    return asm([Float32], [a, b], "mul.rn.f32 $0, $1, $2;", "=f,f,f", False)[0]
+
+
+def fma(a, b, c):
+    """``a * b + c``, rounded once, subnormals kept."""
+    return asm([Float32], [a, b, c], "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", False)[0]
+
+
+def fadd(a, b):
+    """``a + b``, subnormals kept."""
+    return asm([Float32], [a, b], "add.rn.f32 $0, $1, $2;", "=f,f,f", False)[0]
+
+
+def fmax(a, b):
+    """Maximum; a NaN gives way."""
+    return asm([Float32], [a, b], "max.f32 $0, $1, $2;", "=f,f,f", False)[0]
+
+
+def above(a, bits):
+    """``a > constant`` (its float32 bits in hex)."""
+    code = f"{{ .reg .pred p; setp.gt.f32 p, $1, 0f{bits:08x}; selp.s32 $0, 1, 0, p; }}"
+    return asm([Int32], [a], code, "=r,f", False)[0]
+
+
+def as_float(bits):
+    """A word's bits as float32."""
+    return asm([Float32], [bits], "mov.b32 $0, $1;", "=f,r", False)[0]
+
+
+def as_bits(x):
+    """A float32's bits."""
+    return asm([Int32], [x], "mov.b32 $0, $1;", "=r,f", False)[0]
+
+
+# --- 16-bit pairs and e4m3
+
+
+def unusual_scales(low, high):
+    """Not 0 where one of seven scale bytes is outside [112, 127]."""
+    code = (
+        "{ .reg .b32 a,b; and.b32 a, $1, 0xf0f0f0f0; xor.b32 a, a, 0x70707070; and.b32 b, $2, 0x00f0f0f0; "
+        "xor.b32 b, b, 0x00707070; or.b32 $0, a, b; }"
+    )
+    return asm([Int32], [low, high], code, "=r,r,r", False)[0]
+
+
+def pack_f16(low, high):
+    """Two float32, rounded to f16, low half first."""
+    return asm([Int32], [high, low], "cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f", False)[0]
+
+
+def pack_bf16(low, high):
+    """Two float32, rounded to bf16, low half first."""
+    return asm([Int32], [high, low], "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", False)[0]
+
+
+def mul_f16x2(a, b):
+    """Products of f16 pairs."""
+    return asm([Int32], [a, b], "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", False)[0]
+
+
+def mul_bf16x2(a, b):
+    """Products of bf16 pairs."""
+    return asm([Int32], [a, b], "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", False)[0]
+
+
+def e4m3_to_f16(word):
+    """Four e4m3 as two f16 pairs: bytes 0 and 1, bytes 2 and 3. Exact."""
+    code = "{ .reg .b16 l,h; mov.b32 {l,h}, $2; cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }"
+    return asm([Int32] * 2, [word], code, "=&r,=&r,r", False)
+
+
+def e4m3_columns_to_f16(word):
+    """Four e4m3 as two f16 pairs: bytes 0 and 2, bytes 1 and 3. Exact."""
+    return e4m3_to_f16(prmt(word, Int32(0), 0x3120))
+
+
+def e4m3_columns_to_bf16(word):
+    """Four e4m3 as two bf16 pairs: bytes 0 and 2, bytes 1 and 3.
+
+    The byte's fields are put into a bf16, whose exponent is then 120 too low; times 2^120 is exact, subnormals too. The
+    NaN bytes 0x7f and 0xff come out as +-480.
+    """
+    code = (
+        "{ .reg .b32 a,b,c,f; shr.u32 a, $2, 4; shl.b32 b, $2, 4; shl.b32 c, $2, 8; mov.b32 f, 0x7b807b80; "
+        "and.b32 a, a, 0x07f007f0; and.b32 b, b, 0x07f007f0; lop3.b32 a, $2, 0x80008000, a, 0xea; "
+        "lop3.b32 b, c, 0x80008000, b, 0xea; mul.rn.bf16x2 $0, b, f; mul.rn.bf16x2 $1, a, f; }"
+    )
+    return asm([Int32] * 2, [word], code, "=&r,=&r,r", False)
+
+
+# --- warps and barriers
+
+
+def lane():
+    """This thread's lane, read anew: what is computed from it does not occupy a register from tile to tile."""
+    return asm([Int32], [], "mov.u32 $0, %laneid;", "=r")[0]
+
+
+def block():
+    """This CTA's number in x, read anew."""
+    return asm([Int32], [], "mov.u32 $0, %ctaid.x;", "=r")[0]
+
+
+def block_y():
+    """This CTA's number in y, read anew."""
+    return asm([Int32], [], "mov.u32 $0, %ctaid.y;", "=r")[0]
+
+
+def leader():
+    """1 in lane 0."""
+    return equal(lane(), Int32(0))
+
+
+def shfl_xor(x, mask):
+    """The float32 of the lane whose number differs in ``mask``."""
+    return asm([Float32], [x], f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, 0xffffffff;", "=f,f")[0]
+
+
+def shfl_xor_bits(x, mask):
+    """The word of the lane whose number differs in ``mask``."""
+    return asm([Int32], [x], f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, 0xffffffff;", "=r,r")[0]
+
+
+def shfl(x, lane):
+    """The float32 of lane ``lane``."""
+    return asm([Float32], [x, lane], "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=f,f,r")[0]
+
+
+def ballot(flag):
+    """Bit i: lane i's flag is not 0."""
+    code = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
+    return asm([Int32], [flag], code, "=r,r")[0]
+
+
+def sync_warp():
+    """Barrier of a warp."""
+    asm([], [], "bar.warp.sync 0xffffffff;", SHARED_STATE)
+
+
+def sync(threads, number=0):
+    """Barrier of ``threads`` threads."""
+    asm([], [], f"bar.sync {number}, {threads};", SHARED_STATE)
+
+
+def sync_or(flag, threads, number=0):
+    """Barrier that returns 1 where any thread's flag is not 0."""
+    code = (
+        f"{{ .reg .pred p,q; setp.ne.s32 p, $1, 0; bar.red.or.pred q, {number}, {threads}, p; selp.s32 $0, 1, 0, q; }}"
+    )
+    return asm([Int32], [flag], code, "=r,r,~{memory}")[0]
+
+
+def fence_async():
+    """Make this thread's ordinary writes to shared memory visible to the matrix unit and the copy engine."""
+    asm([], [], "fence.proxy.async.shared::cta;", SHARED_STATE)
+
+
+def mbarrier_init_if(a, count, flag):
+    """Initialise a barrier for ``count`` arrivals where ``flag``."""
+    code = f"{{ .reg .pred p; setp.ne.s32 p, $1, 0; @p mbarrier.init.shared::cta.b64 [$0], {count}; }}"
+    asm([], [a, flag], code, "r,r,~{memory}")
+
+
+def mbarrier_init_done():
+    """Make initialised barriers visible to the copy engine."""
+    asm([], [], "fence.mbarrier_init.release.cluster;", SHARED_STATE)
+
+
+def mbarrier_wait(a, parity):
+    """Wait until the phase of that parity is over."""
+    code = "{ .reg .pred p; W${:uid}: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra W${:uid}; }"
+    asm([], [a, parity], code, "r,r,~{memory}")
+
+
+def mbarrier_arrive_if(a, flag):
+    """Arrive where ``flag``."""
+    code = "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
+    asm([], [a, flag], code, "r,r,~{memory}")
+
+
+def mbarrier_expect_if(a, size, flag):
+    """Arrive and expect ``size`` further bytes, where ``flag``."""
+    code = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1; }"
+    asm([], [a, size, flag], code, "r,r,r,~{memory}")
+
+
+def copy_async8(target, source):
+    """Begin to copy 8 bytes from global to shared memory."""
+    asm([], [target, source], "cp.async.ca.shared.global [$0], [$1], 8;", "r,l,~{memory}")
+
+
+def mbarrier_arrive_after_copies(a):
+    """Arrive when this thread's earlier ``copy_async8`` are done."""
+    asm([], [a], "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", "r,~{memory}")
+
+
+def copy_four_rows(sources, off, target, barrier, size, pitch):
+    """Bulk copies of ``size`` bytes, issued by one elected lane, from the four addresses at ``sources + off``.
+
+    They go to ``target``, ``target + pitch``, ... and complete on ``barrier``.
+    """
+    # A branch, not predicates: a register that is loaded under a predicate counts as in use from its last use on.
+    code = (
+        "{ .reg .pred e; .reg .b32 d; .reg .b64 s0,s1,s2,s3; elect.sync _|e, 0xffffffff; @!e bra S${:uid}; "
+        f"ld.shared.v2.b64 {{s0,s1}}, [$0+{off}]; ld.shared.v2.b64 {{s2,s3}}, [$0+{off + 16}]; "
+    )
+    for i in range(4):
+        code += (
+            f"add.s32 d, $1, {i * pitch}; "
+            f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [d], [s{i}], {size}, [$2]; "
+        )
+    asm([], [sources, target, barrier], code + "S${:uid}: }", "r,r,r,~{memory}")
+
+
+# --- the matrix unit
+
+
+def wgmma_fence():
+    """Registers written before may be read by the products that follow."""
+    asm([], [], "wgmma.fence.sync.aligned;", SHARED_STATE)
+
+
+def wgmma_commit():
+    """Close a group of products."""
+    asm([], [], "wgmma.commit_group.sync.aligned;", SHARED_STATE)
+
+
+def wgmma_wait(pending):
+    """Wait until at most ``pending`` groups are under way; their registers stay in use."""
+    asm([], [], f"wgmma.wait_group.sync.aligned {pending};", SHARED_STATE)
+
+
+def wgmma_wait_for(pending, values):
+    """``wgmma_wait``, and the accumulators as they are then."""
+    n = len(values)
+    constraints = ",".join(["=f"] * n + [str(i) for i in range(n)] + [SHARED_STATE])
+    return asm([Float32] * n, values, f"wgmma.wait_group.sync.aligned {pending};", constraints)
+
+
+def wgmma(acc, a, descriptor, off, kind, start=False):
+    """``acc + a b``: a from registers (64 x 16), b from shared memory (16 x N, rows of 128 swizzled bytes, K-major).
+
+    ``acc`` are N / 2 float32 of this thread; ``descriptor`` is the low word of b's descriptor, ``off`` bytes are added
+    to its address; ``start`` leaves the old accumulator out. ``kind`` is "f16" or "bf16".
+    """
+    n = len(acc)
+    d = ",".join(f"${i}" for i in range(n))
+    b = 2 * n
+    code = (
+        f"{{ .reg .pred p; .reg .b32 l,h; .reg .b64 d; setp.ne.b32 p, {0 if start else 1}, 0; "
+        f"add.s32 l, ${b + 4}, {off >> 4}; mov.b32 h, 0x40000040; mov.b64 d, {{l,h}}; "
+        f"wgmma.mma_async.sync.aligned.m64n{2 * n}k16.f32.{kind}.{kind} {{{d}}}, "
+        f"{{${b},${b + 1},${b + 2},${b + 3}}}, d, p, 1, 1, 0; }}"
+    )
+    constraints = ",".join(["=f"] * n + [str(i) for i in range(n)]) + ",r,r,r,r,r,~{memory}"
+    return asm([Float32] * n, [*acc, *a, descriptor], code, constraints)
