@@ -225,6 +225,7 @@ def run_conformance(
         progress: called with each result as it comes.
         jobs: processes that share the cases. Above 1 they are spawned, so the caller's main module must be guarded by
             ``if __name__ == "__main__"``; a case whose process dies is an error, and a case has the same data in any.
+            The checks at size take up to 9 GB of a GPU each: on a small one, run those in one process.
 
     Returns:
         A :class:`Report`: ``.ok``, ``.failures``, ``str(report)``. Where the backend's module has a
