@@ -22,6 +22,9 @@ from headfit.kernels.hopper_build import Binary, Spec
 
 CHIP = archs.named("sm_90")
 REGISTERS, THREADS = 64 * 1024, 2048  # of an SM
+# Bytes of stack a thread that a binary may have; 0 for those that are not named. Spilled registers are to be had where
+# the next CTA of an SM is worth more than they cost, and the bound keeps a change from adding some unseen.
+SPILLED = {"native heads=16": 8, "native heads=32": 48}
 RESERVED = 1024  # bytes of shared memory that each CTA takes beside its own
 
 
@@ -75,7 +78,7 @@ def _disassembly(image: bytes) -> str | None:
 def problems(spec: Spec, found: Resources) -> list[str]:
     """What forbids to ship this binary."""
     bad = []
-    if found.stack:
+    if found.stack > SPILLED.get(spec.name, 0):
         bad.append(f"spills: a stack of {found.stack} B")
     if found.shared > CHIP.shared_bytes:
         bad.append(f"{found.shared} B of shared memory, {CHIP.name} has {CHIP.shared_bytes}")
