@@ -9,13 +9,18 @@ the float64 oracle on three rows, FlashMLA's against ours. All candidates of a s
 graph of several calls over different rows' lists, so host time is not counted; L2 is as the calls leave it (hot).
 FlashMLA's scheduler metadata is made once, outside. Figures are medians in microseconds.
 
-`--json` writes what `benchmarks/crossover.py` reads.
+A key set is "128" (a window), "128 + 512" (and as many chosen keys, drawn for each row), "128 + 256 dense" (and all
+keys there are), "128 + 512 overlap 60" (60 % of the chosen keys are those of the row before) or "128 + 512 recorded"
+(what an indexer chose: `--lists`, made by `benchmarks/patterns.py record`).
+
+`--json` writes what `benchmarks/crossover.py` and `benchmarks/model_time.py` read.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -24,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import patterns
 import torch
 from torch import Tensor
 
@@ -38,12 +45,9 @@ PAGE = 64
 L2_BYTES_S, HBM_BYTES_S, TENSOR_FLOP_S = 5.9e12, 4.3e12, 790e12
 ROWS = (1, 16, 64, 256, 1024, 4096, 8192)
 HEADS = (8, 16, 32, 64, 128)
-KEY_SETS = {
-    "128": (128, 0, 0),
-    "128 + 512": (128, 512, 8192),
-    "128 + 1024": (128, 1024, 8192),
-    "128 + 256 dense": (128, 256, 256),
-}
+SLOTS = 8192  # compressed rows that chosen keys are drawn from: 32k tokens, 4 a row
+KEY_SETS = ("128", "128 + 512", "128 + 1024", "128 + 256 dense")
+KEY_SET = re.compile(r"(?P<window>\d+)(?: \+ (?P<extra>\d+)(?: (?P<kind>dense|recorded|overlap (?P<share>\d+)))?)?")
 DECODE_WIDTHS = (64, 128)
 Call = Callable[[], Any]
 
@@ -65,26 +69,75 @@ class Problem:
         return self.lanes_bf16.shape[1]
 
 
-def problem(name: str, rows: int) -> Problem:
-    """Window keys are those before each row; chosen keys are drawn without repeats; dense keys are all there are."""
-    window, extra, slots = KEY_SETS[name]
+@dataclass(frozen=True)
+class KeySet:
+    """What a key set's name says: keys of the window, further keys, and how those are chosen."""
+
+    window: int
+    extra: int = 0
+    kind: str = ""  # "", "dense", "recorded" or "overlap"
+    share: int = 0  # per cent of a row's further keys that the row before has too
+
+    @property
+    def slots(self) -> int:
+        """Rows of the cache of further keys."""
+        return self.extra if self.kind == "dense" else max(SLOTS, self.extra) if self.extra else 0
+
+
+def key_set(name: str) -> KeySet:
+    """The key set of that name.
+
+    Raises:
+        ValueError: the name is of no known form.
+    """
+    found = KEY_SET.fullmatch(name)
+    if found is None or int(found["share"] or 0) > 100:
+        raise ValueError(f"keys: got {name!r}, accepted are {', '.join(KEY_SETS)}, '... overlap 60', '... recorded'")
+    kind = (found["kind"] or "").split()[:1]
+    return KeySet(int(found["window"]), int(found["extra"] or 0), kind[0] if kind else "", int(found["share"] or 0))
+
+
+def further_lanes(keys: KeySet, rows: int, lists: np.ndarray | None) -> np.ndarray | None:
+    """Lists of the further keys that are no draw of this file, int32 ``[rows, extra]``; None where they are.
+
+    ``lists`` are recorded ones: the last rows of them, from the start again where more are wanted.
+
+    Raises:
+        ValueError: recorded lists are asked for and not given, or of another width, or beyond the cache.
+    """
+    if keys.kind == "dense":
+        return patterns.dense(rows, keys.extra)
+    if keys.kind == "overlap":
+        return patterns.chosen(rows, keys.extra, keys.slots, keys.share / 100, seed=rows)
+    if keys.kind != "recorded":
+        return None
+    if lists is None or lists.shape[1] != keys.extra or lists.max() >= keys.slots:
+        got = "none" if lists is None else f"lists of {lists.shape[1]} keys up to slot {lists.max()}"
+        raise ValueError(f"lists: got {got}, accepted are lists of {keys.extra} keys below slot {keys.slots}")
+    return np.resize(lists[-rows:], (rows, keys.extra))
+
+
+def problem(name: str, rows: int, lists: np.ndarray | None = None) -> Problem:
+    """Window keys are those before each row; chosen keys are drawn without repeats unless the name says otherwise."""
+    keys = key_set(name)
     draw = torch.Generator("cuda").manual_seed(rows)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=draw, device="cuda").bfloat16()
 
-    caches = [headfit.pack_kv(normal(rows + window, D), PAGE)]
-    arange = torch.arange(window, device="cuda", dtype=torch.int32)
-    lanes = [torch.arange(rows, device="cuda", dtype=torch.int32)[:, None] + arange]
-    if extra:
-        caches.append(headfit.pack_kv(normal(slots, D), PAGE))
-        if extra == slots:
-            lanes.append(torch.arange(slots, device="cuda", dtype=torch.int32).expand(rows, -1).contiguous())
-        else:
-            drawn = torch.rand(rows, slots, generator=draw, device="cuda").topk(extra, dim=1).indices
+    caches = [headfit.pack_kv(normal(rows + keys.window, D), PAGE)]
+    lanes = [torch.from_numpy(patterns.window(rows, keys.window)).cuda()]
+    if keys.extra:
+        caches.append(headfit.pack_kv(normal(keys.slots, D), PAGE))
+        given = further_lanes(keys, rows, lists)
+        if given is None:
+            drawn = torch.rand(rows, keys.slots, generator=draw, device="cuda").topk(keys.extra, dim=1).indices
             lanes.append(drawn.to(torch.int32))
+        else:
+            lanes.append(torch.from_numpy(given).cuda())
     rows_bf16 = torch.cat([unpack_kv(c) for c in caches])
-    moved = [lanes[0], *(x + caches[0].shape[0] * PAGE for x in lanes[1:])]
+    start = caches[0].shape[0] * PAGE
+    moved = [lanes[0], *(torch.where(x < 0, x, x + start) for x in lanes[1:])]
     sink = torch.randn(128, generator=draw, device="cuda")
     return Problem(normal(rows, 128, D), sink, tuple(caches), tuple(lanes), rows_bf16, torch.cat(moved, 1))
 
@@ -181,9 +234,11 @@ def floors(p: Problem, heads: int) -> dict[str, float]:
     }
 
 
-def measure(name: str, rows: int, heads_list: list[int], backend: str, peer: bool) -> list[dict[str, Any]]:
+def measure(
+    name: str, rows: int, heads_list: list[int], backend: str, peer: bool, lists: np.ndarray | None = None
+) -> list[dict[str, Any]]:
     """All head counts of one key set and row count: checked, then timed in turn."""
-    p = problem(name, rows)
+    p = problem(name, rows, lists)
     candidates: dict[str, Call] = {}
     errors = {}
     for heads in heads_list:
@@ -238,9 +293,14 @@ def row(name: str, rows: int, heads: int, p: Problem, took: dict[str, float], er
 
 
 def crossover_records(lines: list[dict[str, Any]], backend: str) -> list[dict[str, Any]]:
-    """What benchmarks/crossover.py reads: packed pages against FlashMLA's decode, bf16 rows against its prefill."""
+    """What benchmarks/crossover.py reads: packed pages against FlashMLA's decode, bf16 rows against its prefill.
+
+    The table knows no likeness of rows: key sets that have a given one are left out.
+    """
     records = []
     for line in lines:
+        if key_set(line["keys"]).kind in ("overlap", "recorded"):
+            continue
         width = 64 if line["heads"] <= 64 else 128
         for layout, lanes, mine, route in (
             ("v4", line["lanes"], line["us"], f"decode {width}"),
@@ -273,7 +333,7 @@ def show(lines: list[dict[str, Any]]) -> None:
         " of",
         "x floor",
     )
-    head = "{:<16}{:>5}{:>4}{:>11}{:>12}{:<12}{:>6}{:>8}{:>8}{:>9}{:<7}{:>8}".format(*names)
+    head = "{:<24}{:>5}{:>4}{:>11}{:>12}{:<12}{:>6}{:>8}{:>8}{:>9}{:<7}{:>8}".format(*names)
     print(head)
     for x in lines:
         floor = x["floor_us"][x["limit"]]
@@ -283,7 +343,7 @@ def show(lines: list[dict[str, Any]]) -> None:
             else f"{'-':>12} {'-':<11}{'-':>6}"
         )
         print(
-            f"{x['keys']:<16}{x['rows']:>5}{x['heads']:>4}{x['us']:>11.1f}{peer}{x['key_bytes'] / 1e6:>8.1f}"
+            f"{x['keys']:<24}{x['rows']:>5}{x['heads']:>4}{x['us']:>11.1f}{peer}{x['key_bytes'] / 1e6:>8.1f}"
             f"{x['flop'] / 1e9:>8.1f}{floor:>9.1f} {x['limit']:<6}{x['us'] / floor:>8.1f}"
         )
 
@@ -318,6 +378,8 @@ def main() -> int:
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--heads", default=",".join(map(str, HEADS)))
     parser.add_argument("--keys", default=";".join(KEY_SETS), help="; between names")
+    parser.add_argument("--lists", type=Path, help="recorded lists, for key sets that end in 'recorded'")
+    parser.add_argument("--layer", help="whose lists to take (default: the first)")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -326,14 +388,20 @@ def main() -> int:
     if options.library:
         torch.ops.load_library(str(options.library.resolve()))
     heads = [int(h) for h in options.heads.split(",")]
+    lists = patterns.load(options.lists, options.layer) if options.lists else None
     lines: list[dict[str, Any]] = []
     for name in options.keys.split(";"):
         for rows in (int(r) for r in options.rows.split(",")):
-            lines += measure(name, rows, heads, options.backend, bool(options.library))
+            lines += measure(name, rows, heads, options.backend, bool(options.library), lists)
             torch.cuda.empty_cache()
     show(lines)
     if options.json:
-        content = {**environment(), "records": crossover_records(lines, options.backend), "lines": lines}
+        content = {
+            **environment(),
+            "backend": options.backend,
+            "records": crossover_records(lines, options.backend),
+            "lines": lines,
+        }
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 0
 
