@@ -44,6 +44,8 @@ CASES = [
 @pytest.mark.parametrize(("case", "setup"), CASES)
 def test_contract(case, setup):
     result = run_case(case, setup)
+    if result.status == "refused":
+        pytest.skip(f"{setup.backend} does not take it: {result.message}")
     if result.status != "passed":
         text = (
             f"{result.status}, protects: {result.sentence}\n{result.message}\nHEADFIT_TEST_SEED={setup.seed} repeats it"

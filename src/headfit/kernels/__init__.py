@@ -46,7 +46,15 @@ REGISTRY: dict[str, Backend] = {
 
 
 class BackendUnavailable(RuntimeError):
-    """The backend that was asked for cannot run here, or cannot take this call."""
+    """The backend that was asked for cannot run here, or cannot take this call.
+
+    ``refused`` holds what each backend's ``unsupported(call)`` said of the call; it is empty where one could not run at
+    all.
+    """
+
+    def __init__(self, message: str, refused: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.refused: dict[str, str] = dict(refused or {})
 
 
 def why_not(name: str) -> str | None:
@@ -94,13 +102,18 @@ def choose(call: SparseCall, name: str | None = None) -> tuple[str, ModuleType]:
         ValueError: ``name`` is unknown.
         BackendUnavailable: the named one cannot take the call, or none can; the message lists each reason.
     """
+    reasons: dict[str, str] = {}
     refused: dict[str, str] = {}
     for candidate in [name] if name is not None else _automatic(call):
-        reason = _refusal(candidate, call, explicit=name is not None)
+        reason = _why_not_for(candidate, call, explicit=name is not None)
         if reason is None:
-            return candidate, importlib.import_module(REGISTRY[candidate].module)
-        refused[candidate] = reason
-    raise BackendUnavailable(_no_backend_text(call, refused))
+            module = importlib.import_module(REGISTRY[candidate].module)
+            reason = module.unsupported(call)
+            if reason is None:
+                return candidate, module
+            refused[candidate] = reason
+        reasons[candidate] = reason
+    raise BackendUnavailable(_no_backend_text(call, reasons), refused)
 
 
 def first_reading(layout: str, names: Iterable[str], compute_capability: tuple[int, int] | None) -> str | None:
@@ -116,19 +129,16 @@ def _automatic(call: SparseCall) -> tuple[str, ...]:
     return crossover.order(call, [name for name, entry in REGISTRY.items() if entry.automatic])
 
 
-def _refusal(name: str, call: SparseCall, *, explicit: bool) -> str | None:
+def _why_not_for(name: str, call: SparseCall, *, explicit: bool) -> str | None:
+    """Why the backend cannot run where the tensors are; None where it can."""
     device = call.q.device.type
     if explicit:
         load(name)  # raises with the remedy
     if device not in REGISTRY[name].device_types:
         return f"runs on {' or '.join(REGISTRY[name].device_types)} tensors, q is on {device}"
-    reason = why_not(name)
-    if reason is not None:
-        return reason
-    answer: str | None = importlib.import_module(REGISTRY[name].module).unsupported(call)
-    return answer
+    return why_not(name)
 
 
-def _no_backend_text(call: SparseCall, refused: Mapping[str, str]) -> str:
+def _no_backend_text(call: SparseCall, reasons: Mapping[str, str]) -> str:
     shape = f"q {tuple(call.q.shape)} on {call.q.device}, layouts {[k.layout for k in call.key_sets]}"
-    return f"no backend takes this call ({shape}): " + "; ".join(f"{n}: {r}" for n, r in refused.items())
+    return f"no backend takes this call ({shape}): " + "; ".join(f"{n}: {r}" for n, r in reasons.items())

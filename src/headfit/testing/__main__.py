@@ -1,4 +1,7 @@
-"""``python -m headfit.testing --backend NAME``: run the conformance suite and print what failed; exit 1 if any."""
+"""``python -m headfit.testing --backend NAME``: run the conformance suite, print what failed and what was refused.
+
+Calls that a backend refuses by name are no failure; one that took none has not passed.
+"""
 
 from __future__ import annotations
 

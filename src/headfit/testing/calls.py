@@ -124,6 +124,14 @@ def _without(buffer: Tensor, view: Tensor) -> Tensor:
 
 
 @dataclass
+class CallLog:
+    """What became of a case's calls: how many ran, and why the backend refused others."""
+
+    ran: int = 0
+    refused: list[str] = field(default_factory=list)
+
+
+@dataclass
 class BuiltCall:
     """The tensors of a spec. Change them freely, then call :meth:`remember` before the next :meth:`run`."""
 
@@ -135,6 +143,7 @@ class BuiltCall:
     caches: list[BuiltCache]
     sink: Tensor | None
     sm_scale: float
+    log: CallLog = field(default_factory=CallLog)
     _before: list[tuple[str, Callable[[], Tensor], Tensor]] = field(default_factory=list)
 
     def arguments(self) -> dict[str, Any]:
@@ -164,6 +173,7 @@ class BuiltCall:
         """Call the public entry; ``changes`` replace arguments by name. Inputs and guards are checked afterwards."""
         invariant = changes.pop("enable_batch_invariant", self.spec.batch_invariant)
         result = call_entry(self.spec.route, backend, self.arguments() | changes, invariant)
+        self.log.ran += 1
         self.require_untouched()
         return result
 

@@ -42,17 +42,22 @@ def check_width_exact(setup: Setup, route: Route) -> None:
         caches = _keys(setup, route, rows)
         call = setup.build(CallSpec(route, rows, 1, widest, caches, sink="normal", lengths="random"))
         for invariant in (False, True):
-            wide = call.run(setup.backend, enable_batch_invariant=invariant)
-            for width in _widths(setup, rows):
-                what = f"{rows} rows, h_q {width} against {widest}, batch invariant {invariant}"
-                few = {
-                    "attn_sink": None if call.sink is None else call.sink[:width],
-                    "enable_batch_invariant": invariant,
-                }
-                q = call.q[..., :width, :]
-                call.run(setup.backend, q=q, **few).require_same(wide, f"{what}, q a slice", heads=width)
-                compact = call.run(setup.backend, q=q.contiguous(), out=_strided_out(wide, width, route), **few)
-                compact.require_same(wide, f"{what}, q compact", heads=width)
+            with setup.part():
+                wide = call.run(setup.backend, enable_batch_invariant=invariant)
+                for width in _widths(setup, rows):
+                    _hold_width(setup, call, wide, width, invariant)
+
+
+def _hold_width(setup: Setup, call: BuiltCall, wide: Result, width: int, invariant: bool) -> None:
+    """The first ``width`` heads alone, as a slice and compact, against the same heads of ``wide``."""
+    what = f"{call.spec.rows} rows, h_q {width} against {call.spec.heads}, batch invariant {invariant}"
+    few = {"attn_sink": None if call.sink is None else call.sink[:width], "enable_batch_invariant": invariant}
+    q = call.q[..., :width, :]
+    with setup.part():
+        call.run(setup.backend, q=q, **few).require_same(wide, f"{what}, q a slice", heads=width)
+    with setup.part():
+        compact = call.run(setup.backend, q=q.contiguous(), out=_strided_out(wide, width, call.spec.route), **few)
+        compact.require_same(wide, f"{what}, q compact", heads=width)
 
 
 def _strided_out(wide: Result, width: int, route: Route) -> torch.Tensor:
@@ -106,9 +111,10 @@ def check_row_exact(setup: Setup, route: Route) -> None:
     groups = [[r] for r in setup.pick(range(6), (0, 5))] + [[0, 3], [5, 4, 3, 2, 1, 0]]
     groups += [[i % 6 for i in range(n)] for n in many]
     for group in groups:
-        got = call.run(setup.backend, **_rows_of(call, group))
         what = f"rows {group}" if len(group) < 8 else f"{len(group)} rows"
-        got.require_same(batch, f"{what} against the batch of six", rows=group)
+        with setup.part():
+            got = call.run(setup.backend, **_rows_of(call, group))
+            got.require_same(batch, f"{what} against the batch of six", rows=group)
 
 
 @check(

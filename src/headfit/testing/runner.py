@@ -13,20 +13,21 @@ import time
 import traceback
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 import torch
 
 from headfit import env, kernels
 from headfit.testing.build import build
-from headfit.testing.calls import BuiltCall, CallSpec
+from headfit.testing.calls import BuiltCall, CallLog, CallSpec
 from headfit.testing.pages import ROUTES, Route
 
 T = TypeVar("T")
 Scale = Literal["full", "small"]
+Status = Literal["passed", "failed", "refused", "error"]
 ALL = tuple(ROUTES)
 KVCACHE = tuple(name for name, route in ROUTES.items() if route.entry == "kvcache")
 PACKED = tuple(name for name, route in ROUTES.items() if route.packed)
@@ -36,12 +37,13 @@ PREFILL = tuple(name for name, route in ROUTES.items() if route.entry == "sparse
 
 @dataclass(frozen=True)
 class Setup:
-    """What is tested, where, at which size, from which seed."""
+    """What is tested, where, at which size, from which seed; and, while a case runs, what became of its calls."""
 
     backend: str
     device: torch.device
     scale: Scale = "full"
     seed: int = 0
+    log: CallLog = field(default_factory=CallLog, compare=False, repr=False)
 
     def pick(self, full: T, small: T) -> T:
         """The value for this run's scale."""
@@ -59,7 +61,23 @@ class Setup:
         """The call's tensors on this run's device; a spec without a seed gets one from the run's."""
         if spec.seed == 0:
             spec = CallSpec(**{**vars(spec), "seed": self.number(str(spec))})
-        return build(spec, self.device)
+        call = build(spec, self.device)
+        call.log = self.log
+        return call
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """One of several independent parts of a case: a call that the backend refuses ends this part alone.
+
+        A refusal after a call of the same part ran is an error: nobody would judge what that call wrote.
+        """
+        ran = self.log.ran
+        try:
+            yield
+        except kernels.BackendUnavailable as error:
+            if not error.refused or self.log.ran > ran:
+                raise
+            self.log.refused += error.refused.values()
 
 
 @dataclass(frozen=True)
@@ -157,13 +175,23 @@ def conformance_cases(
 
 @dataclass(frozen=True)
 class CaseResult:
-    """How one case went: status "passed", "failed" (the contract is broken) or "error" (the call raised)."""
+    """How one case went.
+
+    ``status`` is "passed", "failed" (the contract is broken), "refused" (the backend said, before any launch, that it
+    does not take a call of the case; what it took was right) or "error" (a call raised). ``message`` says why not
+    passed; of a refusal it holds the backend's reasons.
+    """
 
     id: str
     sentence: str
-    status: Literal["passed", "failed", "error"]
+    status: Status
     message: str
     seconds: float
+
+    @property
+    def route(self) -> str:
+        """The route in the case's name."""
+        return self.id.partition("[")[2].rstrip("]")
 
 
 @dataclass
@@ -180,19 +208,32 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every case passed."""
-        return all(r.status == "passed" for r in self.results)
+        """Whether nothing failed and something passed; a backend may refuse calls."""
+        return not self.failures and self.count("passed") > 0
 
     @property
     def failures(self) -> list[CaseResult]:
-        """The cases that did not pass."""
-        return [r for r in self.results if r.status != "passed"]
+        """The cases that failed, errors included; not those that the backend refused."""
+        return [r for r in self.results if r.status in ("failed", "error")]
+
+    def count(self, status: Status) -> int:
+        """How many cases ended so."""
+        return sum(r.status == status for r in self.results)
+
+    def refusals(self) -> Counter[tuple[str, str]]:
+        """How many cases of each route were refused with each reason."""
+        return Counter((r.route, r.message) for r in self.results if r.status == "refused")
 
     def __str__(self) -> str:
+        ends: tuple[tuple[Status, str], ...]
+        ends = (("failed", "failed"), ("error", "with an error"), ("refused", "refused"))
+        counts = [f"{self.count('passed')} of {len(self.results)} cases passed"]
+        counts += [f"{self.count(status)} {word}" for status, word in ends if self.count(status)]
         lines = [
             f"{self.backend} on {self.device}, scale {self.scale}, seed {self.seed}: "
-            f"{len(self.results) - len(self.failures)} of {len(self.results)} cases passed in {self.seconds:.1f} s"
+            f"{', '.join(counts)} in {self.seconds:.1f} s"
         ]
+        lines += [f"refused {n} x {route}: {reason}" for (route, reason), n in sorted(self.refusals().items())]
         lines += [f"{r.status.upper()} {r.id}\n  protects: {r.sentence}\n  {r.message}" for r in self.failures]
         if self.variants:
             lines.append("launched: " + ", ".join(f"{name} x {n}" for name, n in sorted(self.variants.items())))
@@ -228,7 +269,7 @@ def run_conformance(
             The checks at size take up to 9 GB of a GPU each: on a small one, run those in one process.
 
     Returns:
-        A :class:`Report`: ``.ok``, ``.failures``, ``str(report)``. Where the backend's module has a
+        A :class:`Report`: ``.ok``, ``.failures``, ``.refusals()``, ``str(report)``. Where the backend's module has a
         ``record_variants()`` context manager that yields a list of names, the launches are counted in ``.variants``.
 
     Raises:
@@ -265,12 +306,20 @@ def run_counted(case: Case, setup: Setup) -> tuple[CaseResult, Counter[str]]:
 
 
 def run_case(case: Case, setup: Setup) -> CaseResult:
-    """Run one case and catch what it raises."""
+    """Run one case and catch what it raises.
+
+    A refusal that ends the case before any of its calls ran, or one of its parts (:meth:`Setup.part`), is a result of
+    its own. After a call that ran it is an error: it would hide what that call did.
+    """
     start = time.perf_counter()
-    status: Literal["passed", "failed", "error"] = "passed"
+    setup = replace(setup, log=CallLog())
+    status: Status = "passed"
     message = ""
     try:
-        case.run(setup)
+        with setup.part():
+            case.run(setup)
+        if setup.log.refused:
+            status, message = "refused", "; ".join(dict.fromkeys(setup.log.refused))
     except AssertionError as failure:
         status, message = "failed", str(failure)
     except Exception:
