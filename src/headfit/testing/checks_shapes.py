@@ -93,6 +93,7 @@ def check_out_views(setup: Setup, route: Route) -> None:
             with setup.part():
                 got = call.run(setup.backend)
                 require(got.returned[0] is call.out, f"{call.spec}: the returned out is not the tensor passed as out=")
+                require(not bool(got.out.isnan().any()), f"{call.spec}: NaN that stood in out before the call is left")
                 got.require_same(call.run(setup.backend, out=None), f"{call.spec}: out= against a fresh out")
 
 
