@@ -1,19 +1,22 @@
 """Our GPU kernels against FlashMLA's best legal launch, shape by shape, with the floor of each beside it.
 
     python benchmarks/kernels.py --library PATH/_flashmla_C.abi3.so [--json OUT.json] [--rows 1,64] [--heads 8,16]
+                                 [--backend hopper,triton]
 
 For every key set, row count and head count: headfit straight from packed `v4` pages; FlashMLA (the library that vLLM
 ships) by each route it has for that many heads, native or padded to 64 or 128, prefill on bf16 rows that somebody else
 gathered before, decode on packed pages; the fastest counts. Results are checked before they are timed: ours against
 the float64 oracle on three rows, FlashMLA's against ours. All candidates of a shape alternate, each as a captured CUDA
 graph of several calls over different rows' lists, so host time is not counted; L2 is as the calls leave it (hot).
-FlashMLA's scheduler metadata is made once, outside. Figures are medians in microseconds.
+FlashMLA's scheduler metadata is made once, outside. Figures are medians in microseconds. Several backends of headfit
+are timed beside the same launches of FlashMLA; bf16 rows only where a backend takes them.
 
 A key set is "128" (a window), "128 + 512" (and as many chosen keys, drawn for each row), "128 + 256 dense" (and all
 keys there are), "128 + 512 overlap 60" (60 % of the chosen keys are those of the row before) or "128 + 512 recorded"
 (what an indexer chose: `--lists`, made by `benchmarks/patterns.py record`).
 
-`--json` writes what `benchmarks/crossover.py` and `benchmarks/model_time.py` read.
+`--json` writes what `benchmarks/crossover.py` and `benchmarks/model_time.py` read, anew after each row count: a run
+that is ended early leaves what it measured.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from torch import Tensor
 
 import headfit
 from headfit.cache import unpack_kv
+from headfit.kernels import BackendUnavailable
 from headfit.reference import sparse_mla_reference
 
 D = 512
@@ -49,6 +53,7 @@ SLOTS = 8192  # compressed rows that chosen keys are drawn from: 32k tokens, 4 a
 KEY_SETS = ("128", "128 + 512", "128 + 1024", "128 + 256 dense")
 KEY_SET = re.compile(r"(?P<window>\d+)(?: \+ (?P<extra>\d+)(?: (?P<kind>dense|recorded|overlap (?P<share>\d+)))?)?")
 DECODE_WIDTHS = (64, 128)
+ROUTES = ("prefill", "decode")  # of FlashMLA
 Call = Callable[[], Any]
 
 
@@ -234,21 +239,45 @@ def floors(p: Problem, heads: int) -> dict[str, float]:
     }
 
 
-def measure(
-    name: str, rows: int, heads_list: list[int], backend: str, peer: bool, lists: np.ndarray | None = None
-) -> list[dict[str, Any]]:
-    """All head counts of one key set and row count: checked, then timed in turn."""
-    p = problem(name, rows, lists)
+def takes(call: Call) -> bool:
+    """Whether the backend takes the call; it is made."""
+    try:
+        call()
+    except BackendUnavailable as error:
+        if error.refused:
+            return False
+        raise
+    return True
+
+
+def our_candidates(
+    p: Problem, name: str, heads_list: list[int], backends: list[str]
+) -> tuple[dict[str, Call], dict[tuple[str, int], float]]:
+    """Every backend at every number of heads, held against the oracle, and its error."""
     candidates: dict[str, Call] = {}
     errors = {}
-    for heads in heads_list:
-        out, call = ours(p, heads, backend)
-        call()
-        errors[heads] = oracle_error(p, heads, out)
-        if not errors[heads] <= 4e-3:
-            raise RuntimeError(f"{name}, {rows} rows, {heads} heads: relative error {errors[heads]:.1e}; nothing timed")
-        candidates[f"ours {heads}"] = call
-        candidates[f"ours bf16 {heads}"] = ours_bf16(p, heads, backend)
+    for backend in backends:
+        for heads in heads_list:
+            out, call = ours(p, heads, backend)
+            call()
+            error = errors[backend, heads] = oracle_error(p, heads, out)
+            if not error <= 4e-3:
+                raise RuntimeError(
+                    f"{backend}: {name}, {len(p.q)} rows, {heads} heads: relative error {error:.1e}; nothing timed"
+                )
+            candidates[f"{backend} {heads}"] = call
+            plain = ours_bf16(p, heads, backend)
+            if takes(plain):
+                candidates[f"{backend} bf16 {heads}"] = plain
+    return candidates, errors
+
+
+def measure(
+    name: str, rows: int, heads_list: list[int], backends: list[str], peer: bool, lists: np.ndarray | None = None
+) -> list[dict[str, Any]]:
+    """All backends and head counts of one key set and row count: checked, then timed in turn."""
+    p = problem(name, rows, lists)
+    candidates, errors = our_candidates(p, name, heads_list, backends)
     for width in HEADS if peer else ():
         for route, make in (("prefill", flashmla_prefill), ("decode", flashmla_decode)):
             if route == "decode" and width not in DECODE_WIDTHS:
@@ -256,7 +285,7 @@ def measure(
             call = make(p, width)
             shared = max((h for h in heads_list if h <= width), default=0)
             if shared:
-                mine, theirs = ours(p, shared, backend), call()[:, :shared].float()
+                mine, theirs = ours(p, shared, backends[0]), call()[:, :shared].float()
                 mine[1]()
                 off = float((mine[0].float() - theirs).norm() / theirs.norm())
                 if not off <= 1e-2:
@@ -265,22 +294,25 @@ def measure(
                     )
             candidates[f"{route} {width}"] = call
     took = times(candidates, max(1, min(10, 2048 // rows)))
-    return [row(name, rows, h, p, took, errors[h]) for h in heads_list]
+    return [row(name, p, b, h, took, errors[b, h]) for b in backends for h in heads_list]
 
 
-def row(name: str, rows: int, heads: int, p: Problem, took: dict[str, float], error: float) -> dict[str, Any]:
+def row(name: str, p: Problem, backend: str, heads: int, took: dict[str, float], error: float) -> dict[str, Any]:
     """One line of the table."""
-    legal = {n: t for n, t in took.items() if not n.startswith("ours") and int(n.split()[1]) >= heads}
+    rows = p.q.shape[0]
+    routes = {n: n.split() for n in took}
+    legal = {n: took[n] for n, (route, *width) in routes.items() if route in ROUTES and int(width[0]) >= heads}
     best = min(legal, key=lambda n: legal[n]) if legal else None
     floor = floors(p, heads)
     limit = max(floor, key=lambda n: floor[n])
     return {
+        "backend": backend,
         "keys": name,
         "lanes": [x.shape[1] for x in p.lanes],
         "rows": rows,
         "heads": heads,
-        "us": took[f"ours {heads}"],
-        "us_bf16_rows": took[f"ours bf16 {heads}"],
+        "us": took[f"{backend} {heads}"],
+        "us_bf16_rows": took.get(f"{backend} bf16 {heads}"),
         "flashmla": legal,
         "best_route": best,
         "best_us": legal[best] if best else None,
@@ -292,7 +324,7 @@ def row(name: str, rows: int, heads: int, p: Problem, took: dict[str, float], er
     }
 
 
-def crossover_records(lines: list[dict[str, Any]], backend: str) -> list[dict[str, Any]]:
+def crossover_records(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What benchmarks/crossover.py reads: packed pages against FlashMLA's decode, bf16 rows against its prefill.
 
     The table knows no likeness of rows: key sets that have a given one are left out.
@@ -306,7 +338,7 @@ def crossover_records(lines: list[dict[str, Any]], backend: str) -> list[dict[st
             ("v4", line["lanes"], line["us"], f"decode {width}"),
             ("bf16", [sum(line["lanes"])], line["us_bf16_rows"], f"prefill {width}"),
         ):
-            for name, us in ((backend, mine), ("flashmla", line["flashmla"].get(route))):
+            for name, us in ((line["backend"], mine), ("flashmla", line["flashmla"].get(route))):
                 if us is not None:
                     shape = {"layout": layout, "lanes": lanes, "rows": line["rows"], "heads": line["heads"]}
                     records.append({"backend": name, **shape, "us": round(us, 2)})
@@ -320,6 +352,7 @@ def crossover_records(lines: list[dict[str, Any]], backend: str) -> list[dict[st
 def show(lines: list[dict[str, Any]]) -> None:
     """The table."""
     names = (
+        "backend",
         "keys",
         "rows",
         "h",
@@ -333,7 +366,7 @@ def show(lines: list[dict[str, Any]]) -> None:
         " of",
         "x floor",
     )
-    head = "{:<24}{:>5}{:>4}{:>11}{:>12}{:<12}{:>6}{:>8}{:>8}{:>9}{:<7}{:>8}".format(*names)
+    head = "{:<9}{:<24}{:>5}{:>4}{:>11}{:>12}{:<12}{:>6}{:>8}{:>8}{:>9}{:<7}{:>8}".format(*names)
     print(head)
     for x in lines:
         floor = x["floor_us"][x["limit"]]
@@ -343,8 +376,8 @@ def show(lines: list[dict[str, Any]]) -> None:
             else f"{'-':>12} {'-':<11}{'-':>6}"
         )
         print(
-            f"{x['keys']:<24}{x['rows']:>5}{x['heads']:>4}{x['us']:>11.1f}{peer}{x['key_bytes'] / 1e6:>8.1f}"
-            f"{x['flop'] / 1e9:>8.1f}{floor:>9.1f} {x['limit']:<6}{x['us'] / floor:>8.1f}"
+            f"{x['backend']:<9}{x['keys']:<24}{x['rows']:>5}{x['heads']:>4}{x['us']:>11.1f}{peer}"
+            f"{x['key_bytes'] / 1e6:>8.1f}{x['flop'] / 1e9:>8.1f}{floor:>9.1f} {x['limit']:<6}{x['us'] / floor:>8.1f}"
         )
 
 
@@ -374,7 +407,7 @@ def main() -> int:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", type=Path, help="vLLM's _flashmla_C library; without it only headfit is timed")
-    parser.add_argument("--backend", default="triton")
+    parser.add_argument("--backend", default="triton", help="names with commas; the first is held against FlashMLA")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--heads", default=",".join(map(str, HEADS)))
     parser.add_argument("--keys", default=";".join(KEY_SETS), help="; between names")
@@ -389,20 +422,17 @@ def main() -> int:
         torch.ops.load_library(str(options.library.resolve()))
     heads = [int(h) for h in options.heads.split(",")]
     lists = patterns.load(options.lists, options.layer) if options.lists else None
+    backends = options.backend.split(",")
+    where = environment()
     lines: list[dict[str, Any]] = []
     for name in options.keys.split(";"):
         for rows in (int(r) for r in options.rows.split(",")):
-            lines += measure(name, rows, heads, options.backend, bool(options.library), lists)
+            lines += measure(name, rows, heads, backends, bool(options.library), lists)
             torch.cuda.empty_cache()
+            if options.json:
+                content = {**where, "records": crossover_records(lines), "lines": lines}
+                options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     show(lines)
-    if options.json:
-        content = {
-            **environment(),
-            "backend": options.backend,
-            "records": crossover_records(lines, options.backend),
-            "lines": lines,
-        }
-        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

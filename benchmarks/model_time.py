@@ -2,8 +2,8 @@
 
     python benchmarks/model_time.py RECORDS.json [MORE.json ...] [--chosen "128 + 512 overlap 60"] [--json OUT.json]
 
-A records file is what `benchmarks/kernels.py --json` writes: one for each backend, or several whose later figures
-replace earlier ones. A chunk of prefill goes through every layer once: V4-Flash has 2 window-only layers, 21 that read
+A records file is what `benchmarks/kernels.py --json` writes: of one or several backends; figures of later files replace
+earlier ones. A chunk of prefill goes through every layer once: V4-Flash has 2 window-only layers, 21 that read
 a window and 512 chosen rows, and 20 that read a window and every heavily compressed row, of which a context of 32k
 tokens has 256. The sums are attention kernels alone, back to back; projections, communication and host time are not in
 them.
@@ -62,12 +62,13 @@ def lines_of(files: Sequence[Mapping[str, Any]], rows: int = ROWS) -> Lines:
             raise ValueError(
                 "records: got a file without 'lines', accepted is what benchmarks/kernels.py --json writes"
             )
-        # files of the first form name the backend in their records only
+        # files of the first forms name one backend for all lines, or only in their records
         names = {r["backend"] for r in content.get("records", ())} - {"flashmla"}
-        backend = content.get("backend") or (names.pop() if len(names) == 1 else None)
-        if backend is None:
-            raise ValueError("records: got a file that names no backend, accepted is one with a 'backend' entry")
+        one = content.get("backend") or (names.pop() if len(names) == 1 else None)
         for line in content["lines"]:
+            backend = line.get("backend", one)
+            if backend is None:
+                raise ValueError("records: got lines that name no backend, accepted are lines with a 'backend' entry")
             if line["rows"] == rows:
                 found[backend, line["keys"], line["heads"]] = line
     return found

@@ -10,6 +10,9 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
+
+from headfit.kernels import BackendUnavailable
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -23,7 +26,7 @@ def load(monkeypatch):
         return importlib.import_module(name)
 
     yield by_name
-    for name in ("patterns", "kernels", "model_time"):
+    for name in ("patterns", "kernels", "crossover", "model_time"):
         sys.modules.pop(name, None)
 
 
@@ -127,12 +130,56 @@ def test_further_lanes(load):
 
 def test_crossover_records_leave_out_given_likeness(load):
     kernels = load("kernels")
-    line = {"lanes": [128, 512], "rows": 1, "heads": 8, "us": 2.0, "us_bf16_rows": 3.0, "flashmla": {"decode 64": 4.0}}
+    line = {"backend": "triton", "lanes": [128, 512], "rows": 1, "heads": 8, "us": 2.0, "us_bf16_rows": 3.0}
+    line["flashmla"] = {"decode 64": 4.0}
     lines = [line | {"keys": "128 + 512 overlap 60", "us": 1.0}, line | {"keys": "128 + 512"}]
-    records = kernels.crossover_records(lines, "triton")
+    records = kernels.crossover_records(lines)
     assert [(r["backend"], r["layout"], r["us"]) for r in records] == [
         ("triton", "v4", 2.0), ("flashmla", "v4", 4.0), ("triton", "bf16", 3.0),
     ]  # fmt: skip
+
+
+def test_one_file_of_several_backends_makes_points_of_all(load):
+    """Two of our backends beside one measurement of FlashMLA; the one that takes no bf16 rows has no point there."""
+    kernels, crossover_file, model_time = load("kernels"), load("crossover"), load("model_time")
+    took = {
+        "hopper 8": 1.0,
+        "triton 8": 2.0,
+        "triton bf16 8": 3.0,
+        "prefill 8": 0.5,
+        "prefill 64": 5.0,
+        "decode 64": 4.0,
+    }
+    q, lanes = torch.empty(4096, 128, 512, device="meta"), (torch.empty(4096, 128), torch.empty(4096, 512))
+    cache = torch.empty(1, 64, 1, 584, device="meta")
+    p = kernels.Problem(q, q, (cache, cache), lanes, q, torch.empty(4096, 640, device="meta"))
+    lines = [kernels.row("128 + 512", p, backend, 8, took, 1e-3) for backend in ("hopper", "triton")]
+    assert [(x["backend"], x["us"], x["us_bf16_rows"]) for x in lines] == [("hopper", 1.0, None), ("triton", 2.0, 3.0)]
+    assert {x["best_route"] for x in lines} == {"prefill 8"}
+    assert all(x["flashmla"] == {"prefill 8": 0.5, "prefill 64": 5.0, "decode 64": 4.0} for x in lines)
+    content = {"gpu": "NVIDIA H200", "command": "c", "records": kernels.crossover_records(lines), "lines": lines}
+    (table,) = crossover_file.table([json.loads(json.dumps(content))])["tables"]
+    assert [(x["layout"], x["lanes"], x["us"]) for x in table["points"]] == [
+        ("bf16", [640], {"triton": 3.0, "flashmla": 5.0}),
+        ("v4", [128, 512], {"hopper": 1.0, "flashmla": 4.0, "triton": 2.0}),
+    ]
+    found = model_time.lines_of([content])
+    assert {key[0]: line["us"] for key, line in found.items()} == {"hopper": 1.0, "triton": 2.0}
+
+
+def test_a_refused_call_is_no_candidate(load):
+    kernels = load("kernels")
+
+    def refuse(said: dict[str, str]):
+        def call():
+            raise BackendUnavailable("no", said)
+
+        return call
+
+    assert kernels.takes(lambda: None)
+    assert not kernels.takes(refuse({"hopper": "takes packed v4 pages, got bf16"}))
+    with pytest.raises(BackendUnavailable):
+        kernels.takes(refuse({}))
 
 
 def records(us: float, best: float | None, **changes: object) -> dict[str, object]:
