@@ -36,7 +36,7 @@ NATIVE: Final = {
 }
 MERGE: Final = Spec("merge", "headfit.kernels.hopper_merge", "merge")
 SPECS: Final = (*NATIVE.values(), MERGE)
-ZEROS: Final = 256 * 576  # bytes: rows that lanes without a key copy from
+ZEROS: Final = 256 * 576  # bytes: rows that lanes without a key copy, with 8 scale bytes behind them (hopper_keys)
 _buffer = hopper_abi.Buffer()
 _zeros: dict[int, Tensor] = {}
 _recorders: list[list[str]] = []
@@ -224,8 +224,16 @@ def _zero_rows(device: torch.device) -> Tensor:
     if kept is not None:
         return kept
     if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(ZEROS, dtype=torch.uint8, device=device)
-    return _zeros.setdefault(device.index, torch.zeros(ZEROS, dtype=torch.uint8).to(device))
+        return _no_keys(device)
+    return _zeros.setdefault(device.index, _no_keys(torch.device("cpu")).to(device))
+
+
+def _no_keys(device: torch.device) -> Tensor:
+    """Rows of zeros, and the scales of a lane without a key: 120, a weight's factor of 1, and the mark 255."""
+    made = torch.zeros(ZEROS + 8, dtype=torch.uint8, device=device)
+    made[ZEROS : ZEROS + 7] = 120
+    made[ZEROS + 7] = 255
+    return made
 
 
 def _kernel(spec: Spec, device: int) -> cubin.Kernel:

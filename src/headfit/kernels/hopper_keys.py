@@ -2,8 +2,8 @@
 
 Belongs here: everything that knows a row's lists and the cache's bytes.
 
-Looking up is done by two warps a tile, in turn: one lane a key. They leave 64 addresses and 64 bits of validity in
-shared memory, and send for the scales; then each of the eight warps has 8 of the 64 rows copied, four of the first half
+Looking up is done by two warps a tile, in turn: one lane a key. They leave 64 addresses in shared memory and send for
+the scales; then each of the eight warps has 8 of the 64 rows copied, four of the first half
 and four of the second. A lane without a key (past the list, negative, beyond the cache) touches no cache memory: its
 row is copied from zeros, spread over many, since copies of one row from everywhere would queue up, and its scales are
 neutral ones.
@@ -17,7 +17,7 @@ from headfit.kernels import ptx
 from headfit.kernels.hopper_native_tile import PITCH, SCALES
 
 ROW_BYTES = 576
-ZERO_ROWS = 256  # of 576 bytes behind the parameter `zeros`; then 8 scale bytes of 120, a weight's factor of 1
+ZERO_ROWS = 256  # of 576 bytes behind the parameter `zeros`; then 7 scale bytes of 120, a weight's factor of 1, and 255
 RECORD = 48  # bytes
 TURNS = 4  # pairs of warps that look up tiles in turn
 ARRIVALS = 66  # at a tile's barrier: 64 lanes once their scales are there, 2 warps that expect the rows
@@ -26,9 +26,9 @@ ARRIVALS = 66  # at a tile's barrier: 64 lanes once their scales are there, 2 wa
 class Keys:
     """The two lists of a CTA's share of a row; its tiles are counted from 0.
 
-    They lie in shared memory, so that they occupy no registers: a record each of the address of the list (less its offset
-    in tiles), its end in lanes, and the tiles before the second list; address and page stride of the cache; page size,
-    the numbers that divide by it, and slots.
+    They lie in shared memory, so that they occupy no registers: a record each of the address of the list (less its
+    offset in tiles), its end in lanes, and the tiles before the second list; address and page stride of the cache; page
+    size, the numbers that divide by it, and slots.
     """
 
     def __init__(self, p, f, wid):
@@ -94,18 +94,19 @@ class Keys:
         return (self.wid & 1) * 32 + ptx.lane()
 
     def send_index(self, it, end, state):
-        """Send for the index of a key of tile ``it``, -1 past the list."""
-
-        def send():
-            low, high, lanes, _ = ptx.lds128(self.record(it))
-            position = it * 64 + self.key()
-            source = ptx.at(ptx.address(low, high), position * 4)
-            state.index[0] = ptx.ldg32_if(source, ptx.less(position, lanes), Int32(-1))
-
-        ptx.when(self.turn(it, end), send)
+        """Send for the index of a key of tile ``it``; -1 past the list and where there is no such tile."""
+        low, high, lanes, _ = ptx.lds128(self.record(it))
+        position = it * 64 + self.key()
+        source = ptx.at(ptx.address(low, high), position * 4)
+        state.index[0] = ptx.ldg32_if(source, ptx.less(position, lanes) & ptx.less(it, end), Int32(-1))
 
     def locate(self, it, end, parity, state):
-        """Turn the index into an address, leave it in shared memory, send for the scales, expect the tile's bytes."""
+        """Turn the index into an address, leave it in shared memory, send for the scales, expect the tile's bytes; then
+        send for the index of this warp's next turn.
+
+        Of the eight scale bytes of a key seven are copied and the last becomes 0; a lane without a key has neutral
+        ones, and 255 in the last.
+        """
 
         def find():
             p, f, record, index = self.p, self.f, self.record(it), state.index[0]
@@ -120,20 +121,21 @@ class Keys:
             zero_row = (it * 64 + key + ptx.block()) & (ZERO_ROWS - 1)
             nothing = p.zeros + ptx.wide(zero_row, Int64(ROW_BYTES))
             source = ptx.pick64(valid, begin + ptx.wide(offset, Int64(ROW_BYTES)), nothing)
-            ptx.sts64(f.sources + key * 8, ptx.words(source))
-            ptx.sts32(f.validity + parity * 8 + (self.wid & 1) * 4, ptx.ballot(valid))
+            ptx.sts64(f.sources + parity * f.size.source_bytes + key * 8, ptx.words(source))
             scales = ptx.pick64(valid, scales, p.zeros + Int64(ZERO_ROWS * ROW_BYTES))
-            ptx.copy_async8(f.raw + key * PITCH + SCALES + parity * 8, scales)
-            ptx.mbarrier_arrive_after_copies(f.full)
-            ptx.mbarrier_expect_if(f.full, Int32(32 * ROW_BYTES), ptx.leader())
+            ptx.copy_async8(f.raw + key * PITCH + SCALES + parity * 8, scales, 8 - valid)
+            full = f.full + parity * 8
+            ptx.mbarrier_arrive_after_copies(full)
+            ptx.mbarrier_expect_if(full, Int32(32 * ROW_BYTES), ptx.leader())
+            self.send_index(it + TURNS, end, state)
 
         ptx.when(self.turn(it, end), find)
 
-    def copy(self, half):
+    def copy(self, half, parity):
         """Send for four rows of a half, from the addresses in shared memory."""
-        sources = self.f.sources + self.wid * 32
+        sources = self.f.sources + parity * self.f.size.source_bytes + self.wid * 32
         target = self.f.raw + self.wid * 4 * PITCH
-        ptx.copy_four_rows(sources, 256 * half, target + half * 32 * PITCH, self.f.full, ROW_BYTES, PITCH)
+        ptx.copy_four_rows(sources, 256 * half, target + half * 32 * PITCH, self.f.full + parity * 8, ROW_BYTES, PITCH)
 
 
 def _lanes(lengths, b, topk):

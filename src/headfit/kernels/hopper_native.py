@@ -28,16 +28,17 @@ LN_2, LOG2_E = 0.6931471805599453, 1.4426950408889634
 class Size:
     """What the number of heads of a CTA fixes. Offsets and sizes are bytes of shared memory.
 
-    ``halves``: of a group of dims, under way at a time in the first product; ``pending``: steps of the second product
-    under way while the next is converted; both trade registers for overlap.
-    ``copy_step``: where among the eight steps of the second product the first half of the next tile is sent for.
+    ``early_lookup``: the next tile is looked up before this one is there, for 512 bytes.
     """
 
     heads: int
     min_blocks: int
-    pending: int
-    halves: int
-    copy_step: int = 4
+    early_lookup: bool
+
+    @property
+    def source_bytes(self):
+        """From the addresses of one tile to those of the next: early lookup needs both at a time."""
+        return 512 if self.early_lookup else 0
 
     @property
     def n(self):
@@ -60,16 +61,16 @@ class Size:
         return 128 * 4 * self.nv
 
     def offsets(self):
-        """Places of q, weights, raw rows, exchange, maxima, factors, sources, lists, validity, barriers; and the end."""
+        """Places of q, weights, raw rows, exchange, maxima, factors, sources, lists, flag, barriers; and the end."""
         head, exchange = 8 * self.group_bytes, 2 * self.exchange_bytes
-        sizes = (head, head, 64 * PITCH, exchange, 128, 128, 512, 96, 32, 32)
+        sizes = (head, head, 64 * PITCH, exchange, 128, 128, 512 + self.source_bytes, 96, 16, 32)
         return [sum(sizes[:i]) for i in range(len(sizes) + 1)]
 
 
-SIZES = {
-    8: Size(8, min_blocks=3, pending=0, halves=2),
-    16: Size(16, min_blocks=3, pending=0, halves=1),
-    32: Size(32, min_blocks=2, pending=0, halves=1),
+SIZES = {  # as many CTAs an SM as registers (64, 80, 128 a thread) and shared memory allow: more CTAs won each time
+    8: Size(8, min_blocks=4, early_lookup=False),
+    16: Size(16, min_blocks=3, early_lookup=True),
+    32: Size(32, min_blocks=2, early_lookup=True),
 }
 
 
@@ -77,29 +78,38 @@ class Frame:
     """A thread's places, fixed for the life of a row. Few are kept in registers: the rest is computed where needed."""
 
     def __init__(self, size, base, tid, wid):
-        q, p, raw, exchange, maxima, _, sources, lists, validity, barriers, _ = size.offsets()
+        q, p, raw, exchange, maxima, _, sources, lists, flag, barriers, _ = size.offsets()
         lane, self.warp = tid & 31, wid & 3
-        wg = wid >> 2
         self.size, self.wid = size, wid
         self.q, self.raw = base + q, base + raw
         self.rows = self.raw + permuted(self.warp * 16 + (lane >> 2)) * PITCH + (lane & 3) * 16
         self.columns = self.raw + permuted(lane) * PITCH + self.warp * 16
-        self.exchange = base + exchange + (tid & 127) * min(16, 4 * size.nv)
         self.peaks = base + exchange
-        head = lane & (size.heads - 1)
-        self.weights = base + p + head * 128 + (((2 * self.warp + wg) ^ (head & 7)) << 4)
+        self.p = base + p
         self.q_descriptor = ((base + q) >> 4) | 0x10000
         self.p_descriptor = ((base + p) >> 4) | 0x10000
         self.head_maxima, self.head_factors = base + maxima, base + maxima + 128
-        self.maxima = self.head_maxima + (lane & 3) * 8
         self.sources, self.lists = base + sources, base + lists
-        self.validity, self.unusual = base + validity, base + validity + 16
-        self.full = base + barriers
-        self.first_half_free, self.second_half_free = base + barriers + 8, base + barriers + 16
+        self.unusual = base + flag
+        self.full = base + barriers  # two: of even and of odd tiles
+        self.first_half_free, self.second_half_free = base + barriers + 16, base + barriers + 24
 
     def rope_columns(self):
         """Like ``columns``, for rope dims, which are two bytes each."""
         return self.columns + self.warp * 16
+
+    def exchange(self):
+        """Where this thread's logits lie for the other warpgroup."""
+        return self.peaks + self.warp * 32 * min(16, 4 * self.size.nv) + ptx.lane() * min(16, 4 * self.size.nv)
+
+    def weights(self, wg):
+        """Where this lane's row of eight weights is stored."""
+        head = ptx.lane() & (self.size.heads - 1)
+        return self.p + head * 128 + (((2 * self.warp + wg) ^ (head & 7)) << 4)
+
+    def maxima(self):
+        """The maximum of this thread's first head; the factor stands 128 bytes further, the next two heads 32."""
+        return self.head_maxima + (ptx.lane() & 3) * 8
 
     def head(self, lane):
         """The head whose maximum and sum a lane keeps, after ``gather_max``."""
@@ -182,15 +192,14 @@ def store_query_chunk(f, head, chunk, words, power):
 
 
 def first_tile(keys, end, parity, state):
-    """Send for the first tile of a pass, and for the index of the one after it."""
-    keys.send_index(Int32(0), end, state)
+    """Send for the first tile of a pass, and in each warp for the index of its first turn."""
+    keys.send_index(keys.wid >> 1, end, state)
     keys.locate(Int32(0), end, parity & 1, state)
-    keys.send_index(Int32(1), end, state)
     ptx.sync(THREADS)
 
     def copy():
-        keys.copy(0)
-        keys.copy(1)
+        keys.copy(0, parity & 1)
+        keys.copy(1, parity & 1)
 
     ptx.when(ptx.less(Int32(0), end), copy)
 
@@ -304,13 +313,19 @@ def native(heads, **changes):
         base = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint())
         wid = cute.arch.make_warp_uniform(tid >> 5)
         row = ptx.quotient(x, p.head_tiles)
+        leave_packed(p, row)
         f = Frame(size, base, tid, wid)
         keys = Keys(p, f, wid)
         f.keys = keys
-        end = keys.open(row, split, tid)
+        end = cute.arch.make_warp_uniform(keys.open(row, split, tid))
         state = State(size)
         starts = ptx.equal(tid, Int32(0))
-        for barrier, count in ((f.full, ARRIVALS), (f.first_half_free, 8), (f.second_half_free, 8)):
+        for barrier, count in (
+            (f.full, ARRIVALS),
+            (f.full + 8, ARRIVALS),
+            (f.first_half_free, 8),
+            (f.second_half_free, 8),
+        ):
             ptx.mbarrier_init_if(barrier, count, starts)
         ptx.mbarrier_init_done()
         ptx.when(starts, lambda: ptx.sts32(f.unusual, Int32(0)))
@@ -323,10 +338,10 @@ def native(heads, **changes):
         clear(state)
         if wid < 4:
             for it in cutlass.range(0, end, unroll=1):
-                tile(f, 0, it, end, it, state, False)
+                tile(f, 0, it, end, 0, state, False)
         else:
             for it in cutlass.range(0, end, unroll=1):
-                tile(f, 1, it, end, it, state, False)
+                tile(f, 1, it, end, 0, state, False)
         ptx.sync(THREADS)
         if ptx.lds32(f.unusual) == 0:
             if wid < 4:
@@ -334,23 +349,37 @@ def native(heads, **changes):
             else:
                 finish(f, 1, p, state, Float32(2.0**-7))
         else:
+            g, again = anew(p, size, base)
             clear(state)
-            if wid == 0:
-                reset_maxima(f)
-            first_tile(keys, end, end, state)
+            reset_maxima(g)
+            first_tile(again, end, end, state)
             ptx.sync(THREADS)
             if wid < 4:
                 for it in cutlass.range(0, end, unroll=1):
-                    tile(f, 0, it, end, it + end, state, True)
-                finish(f, 0, p, state, Float32(1.0))
+                    tile(g, 0, it, end, end, state, True)
+                finish(g, 0, p, state, Float32(1.0))
             else:
                 for it in cutlass.range(0, end, unroll=1):
-                    tile(f, 1, it, end, it + end, state, True)
-                finish(f, 1, p, state, Float32(1.0))
+                    tile(g, 1, it, end, end, state, True)
+                finish(g, 1, p, state, Float32(1.0))
 
     return Traced(sparse_mla_native, threads=THREADS, smem=size.offsets()[-1], min_blocks=size.min_blocks)
 
 
+def leave_packed(p, row):
+    """End where the packed kernel has computed this row's group of eight: its flag in ``p.work`` is 1."""
+    done = ptx.ldg32_if(p.work + ptx.wide(ptx.shr(row, 3), Int64(4)), ptx.given(p.work), Int32(0))
+    ptx.exit_if(ptx.equal(done, Int32(1)))
+
+
+def anew(p, size, base):
+    """This thread's places once more, for the second pass: none of them is kept in a register through the first."""
+    thread = ptx.thread()
+    f = Frame(size, base, thread, cute.arch.make_warp_uniform(thread >> 5))
+    f.keys = Keys(p, f, f.wid)
+    return f, f.keys
+
+
 def reset_maxima(f):
-    """Maxima as before the first tile, by one warp."""
+    """Maxima as before the first tile; every warp writes the same."""
     ptx.sts32f(f.head_maxima + ptx.lane() * 4, Float32(LOWEST))

@@ -100,38 +100,45 @@ def rescaled(acc, factors):
     return [ptx.fmul(v, factors[(i >> 1) & 1]) for i, v in enumerate(acc)]
 
 
+def group_steps(word, wg):
+    """Exponent bytes of what the sum is multiplied by after each of four groups: scale over next scale; then the scale.
+
+    ``word`` are the scale bytes of a row's four groups, each in [112, 127], so no byte borrows from its neighbour. The
+    fourth group of the second warpgroup is rope, which has no scale.
+    """
+    if wg:
+        word = word & 0x00FFFFFF
+    return word + (0x00007F7F if wg else 0x007F7F7F) - ptx.shr(word, 8)
+
+
 def partial_logits(f, wg, words0, words1):
     """This warpgroup's share of S^T over its four groups of dims: ``n`` float32 of 64 keys x H heads.
 
     ``words0``, ``words1``: the scale bytes of this warpgroup's groups, of the thread's two rows. The sum is kept in
     units of the scale of the group at hand, which costs no second accumulator; between two groups it is multiplied by
-    the exact power of two between their scales. ``size.halves`` halves of a group are under way at a time.
+    the exact power of two between their scales. Half a group is under way at a time.
     """
-    n, halves = f.size.n, f.size.halves
-    acc = [Float32(0.0)] * n
+    acc = [Float32(0.0)] * f.size.n
     words = key_words(f, 4 * wg)
-    exponents = [scale_bits(w, 0) for w in (words0, words1)]
-    for k in range(0, 8, halves):
-        i = k >> 1
+    steps = [group_steps(w, wg) for w in (words0, words1)]
+    for k in range(8):
+        i, half = k >> 1, k & 1
         group = 4 * wg + i
-        operands = [key_fragments(f, group, words, h & 1) for h in range(k, k + halves)]
-        last = (k + halves) % 2 == 0
-        if last and i < 3:
+        fragments, kind = key_fragments(f, group, words, half)
+        if half and i < 3:
             words = key_words(f, group + 1)
         ptx.wgmma_fence()
-        for h, (fragments, kind) in enumerate(operands):
-            for s in range(2):
-                place = group * f.size.group_bytes + 64 * ((k + h) & 1) + 32 * s
-                acc = ptx.wgmma(acc, fragments[s], f.q_descriptor, place, kind, k + h == 0 and s == 0)
+        for s in range(2):
+            place = group * f.size.group_bytes + 64 * half + 32 * s
+            acc = ptx.wgmma(acc, fragments[s], f.q_descriptor, place, kind, k == 0 and s == 0)
         ptx.wgmma_commit()
-        if last and i < 3:
-            following = [Int32(ONE)] * 2 if group == 6 else [scale_bits(w, i + 1) for w in (words0, words1)]
-            ratios = [ptx.as_float(a - b + ONE) for a, b in zip(exponents, following, strict=True)]
-            acc, exponents = rescaled(ptx.wgmma_wait_for(0, acc), ratios), following
-        elif not last:
+        if not half:
             ptx.wgmma_wait(0)
-    acc = ptx.wgmma_wait_for(0, acc)
-    return acc if wg else rescaled(acc, [ptx.as_float(e) for e in exponents])
+            continue
+        acc = ptx.wgmma_wait_for(0, acc)
+        if group < 7:
+            acc = rescaled(acc, [ptx.as_float(scale_bits(w, i)) for w in steps])
+    return acc
 
 
 def partial_logits_any(f, wg, words0, words1):
@@ -169,42 +176,42 @@ def exchanged_logits(f, wg, part):
         first, second = part[4 * j : 4 * j + 2], part[4 * j + 2 : 4 * j + 4]
         keep += second if wg else first
         send += first if wg else second
+    mine, other = f.exchange(), []
     if size.nv == 2:
-        ptx.sts64f(f.exchange, send, wg * size.exchange_bytes)
+        ptx.sts64f(mine, send, wg * size.exchange_bytes)
     for q in range(size.nv // 4):
-        ptx.sts128f(f.exchange, send[4 * q : 4 * q + 4], wg * size.exchange_bytes + q * 2048)
-    ptx.sync(THREADS)
-    other = []
+        ptx.sts128f(mine, send[4 * q : 4 * q + 4], wg * size.exchange_bytes + q * 2048)
+    ptx.sync_pair(f.warp + 1)  # the warps of the same rows in both warpgroups
     if size.nv == 2:
-        other = ptx.lds64f(f.exchange, (1 - wg) * size.exchange_bytes)
+        other = ptx.lds64f(mine, (1 - wg) * size.exchange_bytes)
     for q in range(size.nv // 4):
-        other += ptx.lds128f(f.exchange, (1 - wg) * size.exchange_bytes + q * 2048)
+        other += ptx.lds128f(mine, (1 - wg) * size.exchange_bytes + q * 2048)
     return [ptx.fadd(k, o) for k, o in zip(keep, other, strict=True)]
 
 
 # --- weights
 
 
-def put_weights(f, p, own, any_scale):
+def put_weights(f, wg, p, own, any_scale):
     """Write P to shared memory, once for each group of dims, times that group's scale of the own key."""
     pairs = [(p[2 * j], p[2 * j + 1]) for j in range(f.size.nv // 2)]
-    stride = f.size.group_bytes
-    ptx.stmatrix_trans(f.weights, [ptx.pack_bf16(a, b) for a, b in pairs], 7 * stride)
+    stride, place = f.size.group_bytes, f.weights(wg)
+    ptx.stmatrix_trans(place, [ptx.pack_bf16(a, b) for a, b in pairs], 7 * stride)
     if any_scale:
         for g in range(7):
             s = scale_of(own[g // 4], g % 4)
             packed = [ptx.pack_bf16(ptx.fmul(a, s), ptx.fmul(b, s)) for a, b in pairs]
-            ptx.stmatrix_trans(f.weights, packed, g * stride)
+            ptx.stmatrix_trans(place, packed, g * stride)
     else:
         shifted = ((own[0] - 0x69696969) << 2, (own[1] - 0x00696969) << 2)
         halves = [ptx.pack_f16(a, b) for a, b in pairs]
         for g in range(7):
             factor = weight_factor(shifted[g // 4], g % 4)
-            ptx.stmatrix_trans(f.weights, [ptx.mul_f16x2(h, factor) for h in halves], g * stride)
+            ptx.stmatrix_trans(place, [ptx.mul_f16x2(h, factor) for h in halves], g * stride)
     ptx.fence_async()
 
 
-def weights(f, state, s, own, present, any_scale):
+def weights(f, wg, state, s, own, present, any_scale):
     """P = 2^(S - m) of the own key, written for everyone; maxima and sums are brought up to date.
 
     The running maximum of a head is only replaced when a logit exceeds it by 2^8: then all threads rescale. A head that
@@ -216,7 +223,7 @@ def weights(f, state, s, own, present, any_scale):
     for v in x[1:]:
         top = ptx.fmax(top, v)
     p = [ptx.ex2(v) for v in x]
-    put_weights(f, p, own, any_scale)
+    put_weights(f, wg, p, own, any_scale)
     flag = ptx.above(top, LAZY)
     if not any_scale:
         flag = flag | ptx.unusual_scales(*own)
@@ -224,7 +231,7 @@ def weights(f, state, s, own, present, any_scale):
     def raised():
         if not any_scale:
             ptx.when(ptx.unusual_scales(*own), lambda: ptx.sts32(f.unusual, Int32(1)))
-        raise_maxima(f, state, s, present, own, any_scale)
+        raise_maxima(f, wg, state, s, present, own, any_scale)
 
     def kept():
         for i in range(f.size.nv):
@@ -235,10 +242,10 @@ def weights(f, state, s, own, present, any_scale):
 
 def log_weights(f, s, present, maxima=None):
     """log2 of the weights of the own key, -inf without a key; and the scaled logits."""
-    factors, known = [], []
+    factors, known, table = [], [], f.maxima()
     for j in range(f.size.nv // 2):
-        factors += ptx.lds64f(f.maxima, 128 + 32 * j)
-        known += ptx.lds64f(f.maxima, 32 * j) if maxima is None else maxima[2 * j : 2 * j + 2]
+        factors += ptx.lds64f(table, 128 + 32 * j)
+        known += ptx.lds64f(table, 32 * j) if maxima is None else maxima[2 * j : 2 * j + 2]
     # rounded before the maximum is taken off, as the maximum itself was: fused, logits of 2^24 would leave halves
     logits = [ptx.fmul(v, factor) for v, factor in zip(s, factors, strict=True)]
     nothing = Float32(MINUS_INFINITY)
@@ -246,7 +253,7 @@ def log_weights(f, s, present, maxima=None):
     return x, [ptx.pickf(present, v, nothing) for v in logits]
 
 
-def raise_maxima(f, state, s, present, own, any_scale):
+def raise_maxima(f, wg, state, s, present, own, any_scale):
     """Replace the maximum of each head that is exceeded, rescale what was added, write P anew and add it."""
     size, lane = f.size, ptx.lane()
     _, logits = log_weights(f, s, present, [Float32(0.0)] * size.nv)
@@ -274,7 +281,7 @@ def raise_maxima(f, state, s, present, own, any_scale):
     p = [ptx.ex2(v) for v in log_weights(f, s, present, maxima)[0]]
     for i in range(size.nv):
         state.total[i] = ptx.fadd(state.total[i], p[i])
-    put_weights(f, p, own, any_scale)
+    put_weights(f, wg, p, own, any_scale)
     ptx.sync(THREADS)
 
 
@@ -297,57 +304,54 @@ def value_fragment(group, words, s, any_scale):
     return [*convert(words[2 * s]), *convert(words[2 * s + 1])], "bf16" if any_scale else "f16"
 
 
-def add_values(f, wg, it, end, state, any_scale):
-    """O^T += K^T P^T over this warpgroup's four groups; tile ``it`` + 1 is sent for on the way, half by half."""
-    size, n = f.size, f.size.n
-    pending = 0 if any_scale else size.pending
+def add_values(f, wg, more, state, any_scale):
+    """O^T += K^T P^T over this warpgroup's four groups; the next tile, if there is ``more``, is sent for on the way."""
+    n, parity = f.size.n, f.parity
     order = [0, 1, 2, 3] if wg == 0 else [3, 0, 1, 2]
     acc = {i: [state.acc[i * n + k] for k in range(n)] for i in range(4)}
     steps = [(i, half) for half in range(2) for i in order]
     words = value_words(f, 4 * wg + steps[0][0], steps[0][1])
-    more = ptx.less(it + 1, end)
     for k, (i, half) in enumerate(steps):
         group = 4 * wg + i
         for batch in [(0,), (1,)] if any_scale else [(0, 1)]:
             fragments = [value_fragment(group, words, s, any_scale) for s in batch]
             ptx.wgmma_fence()
             for s, (fragment, kind) in zip(batch, fragments, strict=True):
-                place = group * size.group_bytes + half * 64 + 32 * s
+                place = group * f.size.group_bytes + half * 64 + 32 * s
                 acc[i] = ptx.wgmma(acc[i], fragment, f.p_descriptor, place, kind)
             ptx.wgmma_commit()
             if any_scale:
                 ptx.wgmma_wait(0)
-        if k == 3:
-            ptx.mbarrier_arrive_if(f.first_half_free, ptx.leader())
-        if k == size.copy_step:
-            ptx.mbarrier_wait(f.first_half_free, f.parity)
-            ptx.when(more, lambda: f.keys.copy(0))
         if k + 1 < len(steps):
             words = value_words(f, 4 * wg + steps[k + 1][0], steps[k + 1][1])
-            if k + 1 > pending:
-                ptx.wgmma_wait(pending)
+            ptx.wgmma_wait(0)
+        if k == 3:
+            ptx.mbarrier_arrive_if(f.first_half_free, ptx.leader())
+        if k == 4:
+            ptx.mbarrier_wait(f.first_half_free, parity)
+            ptx.when(more, lambda: f.keys.copy(0, parity ^ 1))
     ptx.mbarrier_arrive_if(f.second_half_free, ptx.leader())
     done = ptx.wgmma_wait_for(0, [v for i in range(4) for v in acc[i]])
     for k in range(4 * n):
         state.acc[k] = done[k]
-    ptx.mbarrier_wait(f.second_half_free, f.parity)
-    ptx.when(more, lambda: f.keys.copy(1))
+    ptx.mbarrier_wait(f.second_half_free, parity)
+    ptx.when(more, lambda: f.keys.copy(1, parity ^ 1))
 
 
-def tile(f, wg, it, end, parity, state, any_scale):
-    """Everything of tile ``it``; tile ``it + 1`` is on its way afterwards. ``parity``: of its barrier's phase."""
-    f.parity = parity & 1
-    ptx.mbarrier_wait(f.full, f.parity)
-    f.keys.locate(it + 1, end, f.parity ^ 1, state)
-    f.keys.send_index(it + 2, end, state)
-    lane = ptx.lane()
-    row = f.rows - ((lane & 3) << 4) + f.parity * 8
-    own = ptx.lds64(row, SCALES + 8 * wg * PITCH)
-    other = ptx.lds32(row, SCALES + 8 * (1 - wg) * PITCH + 4 * wg)
-    mask = ptx.lds32(f.validity + f.parity * 8 + (f.warp >> 1) * 4)
-    present = ptx.bit(mask, (f.warp & 1) * 16 + 8 * wg + permuted(lane >> 2))
-    pair = (other, own[1]) if wg else (own[0], other)
-    part = (partial_logits_any if any_scale else partial_logits)(f, wg, *pair)
+def tile(f, wg, it, end, before, state, any_scale):
+    """Everything of tile ``it``; tile ``it + 1`` is on its way afterwards. ``before``: tiles of earlier passes."""
+
+    count = it + before
+    f.parity = count & 1
+    if f.size.early_lookup:
+        f.keys.locate(it + 1, end, f.parity ^ 1, state)
+    ptx.mbarrier_wait(f.full + f.parity * 8, (count >> 1) & 1)
+    if not f.size.early_lookup:
+        f.keys.locate(it + 1, end, f.parity ^ 1, state)
+    row = f.rows - ((ptx.lane() & 3) << 4) + f.parity * 8
+    words = [ptx.lds32(row, SCALES + 8 * PITCH * i + 4 * wg) for i in range(2)]
+    part = (partial_logits_any if any_scale else partial_logits)(f, wg, *words)
     s = exchanged_logits(f, wg, part)
-    weights(f, state, s, own, present, any_scale)
-    add_values(f, wg, it, end, state, any_scale)
+    own = ptx.lds64(row, SCALES + 8 * wg * PITCH)
+    weights(f, wg, state, s, own, ptx.positive(own[1]), any_scale)
+    add_values(f, wg, ptx.less(it + 1, end), state, any_scale)

@@ -1,4 +1,4 @@
-"""PTX instructions as Python functions, for kernels traced by CuTe DSL: one function, one instruction or short sequence.
+"""PTX instructions as Python functions, for kernels traced by CuTe DSL: a function is one instruction, or a few.
 
 Belongs here: inline assembly and nothing else; every function takes and returns DSL scalars (``Int32``, ``Int64``,
 ``Float32``), so a kernel reads as arithmetic. Does not belong here: layouts, loops, decisions. Importing this module
@@ -226,6 +226,11 @@ def less(a, b):
     return asm([Int32], [a, b], "{ .reg .pred p; setp.lt.s32 p, $1, $2; selp.s32 $0, 1, 0, p; }", "=r,r,r", False)[0]
 
 
+def positive(a):
+    """``a >= 0``, signed."""
+    return asm([Int32], [a], "{ .reg .pred p; setp.ge.s32 p, $1, 0; selp.s32 $0, 1, 0, p; }", "=r,r", False)[0]
+
+
 def equal(a, b):
     """``a == b``."""
     return asm([Int32], [a, b], "{ .reg .pred p; setp.eq.s32 p, $1, $2; selp.s32 $0, 1, 0, p; }", "=r,r,r", False)[0]
@@ -393,6 +398,11 @@ def lane():
     return asm([Int32], [], "mov.u32 $0, %laneid;", "=r")[0]
 
 
+def thread():
+    """This thread's number, read anew."""
+    return asm([Int32], [], "mov.u32 $0, %tid.x;", "=r")[0]
+
+
 def block():
     """This CTA's number in x, read anew."""
     return asm([Int32], [], "mov.u32 $0, %ctaid.x;", "=r")[0]
@@ -423,6 +433,11 @@ def shfl(x, lane):
     return asm([Float32], [x, lane], "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=f,f,r")[0]
 
 
+def exit_if(flag):
+    """End this thread where ``flag``; uniform over the CTA, before its first barrier."""
+    asm([], [flag], "{ .reg .pred p; setp.ne.s32 p, $0, 0; @p exit; }", "r,~{memory}")
+
+
 def ballot(flag):
     """Bit i: lane i's flag is not 0."""
     code = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
@@ -437,6 +452,11 @@ def sync_warp():
 def sync(threads, number=0):
     """Barrier of ``threads`` threads."""
     asm([], [], f"bar.sync {number}, {threads};", SHARED_STATE)
+
+
+def sync_pair(number):
+    """Barrier of 64 threads, of a number known at run time (the same for them all)."""
+    asm([], [number], "bar.sync $0, 64;", "r,~{memory}")
 
 
 def sync_or(flag, threads, number=0):
@@ -481,9 +501,9 @@ def mbarrier_expect_if(a, size, flag):
     asm([], [a, size, flag], code, "r,r,r,~{memory}")
 
 
-def copy_async8(target, source):
-    """Begin to copy 8 bytes from global to shared memory."""
-    asm([], [target, source], "cp.async.ca.shared.global [$0], [$1], 8;", "r,l,~{memory}")
+def copy_async8(target, source, size):
+    """Begin to copy ``size`` of 8 bytes from global to shared memory; the others become 0."""
+    asm([], [target, source, size], "cp.async.ca.shared.global [$0], [$1], 8, $2;", "r,l,r,~{memory}")
 
 
 def mbarrier_arrive_after_copies(a):
