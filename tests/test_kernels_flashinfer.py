@@ -68,12 +68,19 @@ def test_conformance(version, only):
             if case.route.name not in ("v4", "v4_two_caches"):
                 continue
             result = run_case(case, setup)
-            if result.status == "error" and REFUSAL in result.message:
+            if result.status == "refused" and REFUSAL in result.message:
                 refused.add(case.check.name)
             elif result.status != "passed":
                 failed.append(f"{result.id}: {result.message}")
     assert not failed, "\n".join(failed)
     assert only or {"row_exact", "width_exact"} <= refused
+
+
+def hold_taken(name: str, seed: int, spec: CallSpec) -> None:
+    """`hold` of a call that must not be refused."""
+    setup = Setup(name, torch.device("cpu"), "small", seed=seed)
+    hold(setup, spec)
+    assert not setup.log.refused
 
 
 @pytest.mark.parametrize("version", ["0.6.17", "0.6.18", "0.7.4"])
@@ -82,7 +89,7 @@ def test_random_calls(version):
     with registered(release(version)[0]) as name:
         for _ in range(12):
             spec = draw_spec(rng, rng.choice([ROUTES["v4"], ROUTES["v4_two_caches"]]), SMALL)
-            hold(Setup(name, torch.device("cpu"), "small", seed=3), dataclasses.replace(spec, batch_invariant=False))
+            hold_taken(name, 3, dataclasses.replace(spec, batch_invariant=False))
 
 
 @pytest.mark.parametrize("route", ["v4", "v4_two_caches"])
@@ -93,7 +100,7 @@ def test_both_sides_of_the_fork(version, route):
         for rows in (64, 65):
             caches = (CacheSpec(100, 64, 4), CacheSpec(70, 2, 60))[: ROUTES[route].caches]
             spec = CallSpec(ROUTES[route], batch=rows, heads=8, caches=caches, lengths="edges", sink="edges", seed=rows)
-            hold(Setup(name, torch.device("cpu"), "small", seed=3), spec)
+            hold_taken(name, 3, spec)
     heads = 16 if version == "0.6.17" else 8  # 8 heads: that release decodes them and aborts on them in prefill
     topk = 128 if version != "0.7.4" else 100
     assert module.calls[0] == f"decode 8 heads, topk {topk}"
@@ -105,7 +112,7 @@ def test_lists_wider_than_the_dual_prefill_takes_become_one_cache():
     caches = (CacheSpec(130, 64, 4), CacheSpec(70, 5, 30))
     with registered(found) as name:
         spec = CallSpec(ROUTES["v4_two_caches"], batch=66, heads=3, caches=caches, lengths="edges", seed=2)
-        hold(Setup(name, torch.device("cpu"), "small", seed=3), spec)
+        hold_taken(name, 3, spec)
     assert module.calls == ["prefill 8 heads, topk 256"]
 
 

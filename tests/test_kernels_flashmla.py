@@ -63,7 +63,7 @@ def test_conformance(schema, only, routes):
             if case.route.name not in routes:
                 continue
             result = run_case(case, setup)
-            if result.status == "error" and REFUSAL in result.message:
+            if result.status == "refused" and REFUSAL in result.message:
                 refused.add(case.check.name)
             elif result.status != "passed":
                 failed.append(f"{result.id}: {result.message}")
@@ -71,12 +71,19 @@ def test_conformance(schema, only, routes):
     assert only or {"row_exact", "width_exact"} <= refused
 
 
+def hold_taken(name: str, seed: int, spec: CallSpec) -> None:
+    """`hold` of a call that must not be refused."""
+    setup = Setup(name, torch.device("cpu"), "small", seed=seed)
+    hold(setup, spec)
+    assert not setup.log.refused
+
+
 def test_random_calls():
     rng = RandomDraw(random.Random(3))
     with registered(copy_of("vllm")) as name:
         for _ in range(40):
             spec = dataclasses.replace(draw_spec(rng, rng.choice(list(ROUTES.values())), SMALL), batch_invariant=False)
-            hold(Setup(name, torch.device("cpu"), "small", seed=3), spec)
+            hold_taken(name, 3, spec)
 
 
 @pytest.mark.parametrize("route", ["v4", "prefill_512"])
@@ -100,7 +107,7 @@ def test_misaligned_pages_are_staged(monkeypatch):
         for gap, count in ((16, 0), (3, 1)):
             caches = (CacheSpec(9, 5, 8, gap=gap),)
             call = build(CallSpec(ROUTES["v4"], batch=3, heads=4, caches=caches, lengths="edges", seed=4))
-            hold(Setup(name, torch.device("cpu"), "small", seed=4), call.spec)
+            hold_taken(name, 4, call.spec)
             staged.clear()
             call.run(name)
             assert len(staged) == count
