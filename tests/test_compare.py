@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from headfit import compare, demo_model, subject  # noqa: E402
 from headfit import comparison as data  # noqa: E402
+from headfit.kernels import cpu, hopper  # noqa: E402
 from headfit.ranks import InputError, Rank  # noqa: E402
 
 TEXT = Path(subject.__file__).read_bytes()
@@ -67,6 +68,21 @@ def test_one_rank_runs_every_layer_kind_and_phase_alike(options):
     assert made.checked_elements == (150 + 2) * per_row + (3 + 2) * (demo_model.VOCAB + 1)
     assert [event["done"] for event in events if event["event"] == "progress"] == [0, 1, 2, 3, 4, 5]
     assert data.from_dict(json.loads(json.dumps(data.to_dict(made), allow_nan=False))) == made
+
+
+def test_every_call_has_a_form_that_the_hopper_backend_takes(options, monkeypatch):
+    """So a named `hopper` refuses no call of a layer: packed pages, whole aligned buffers, no max_logits."""
+    taken: list[str | None] = []
+    run_on_cpu = cpu.run
+
+    def noted(call):
+        taken.append(hopper.why_not_taken(call))
+        run_on_cpu(call)
+
+    monkeypatch.setattr(cpu, "run", noted)
+    run(options)
+    assert len(taken) > 30
+    assert set(taken) == {None}
 
 
 def test_seed_and_prompt_decide_the_text(options, tmp_path):
