@@ -186,15 +186,14 @@ def flashmla_decode(p: Problem, width: int) -> Call:
     return lambda: fwd(q, p.caches[0], lanes[0], None, sink, plan, splits, *tail)[0][:, 0]
 
 
-def oracle_error(p: Problem, heads: int, out: Tensor) -> float:
-    """Relative L2 error of three rows."""
-    some = sorted({0, out.shape[0] // 2, out.shape[0] - 1})
+def oracle(p: Problem) -> tuple[list[int], Tensor]:
+    """Three rows of the problem, and their float64 results ``[3, 128, 512]``."""
+    some = sorted({0, p.q.shape[0] // 2, p.q.shape[0] - 1})
     rows = [unpack_kv(c).cpu() for c in p.caches]
     lanes = [x[some][:, None].cpu() for x in p.lanes]
-    sink = p.sink[:heads].cpu()
-    want, _, _ = sparse_mla_reference(p.q[some][:, None, :heads].cpu(), rows, lanes, [None] * len(rows), SCALE, sink)
-    got = out[some].double().cpu()
-    return float((got - want[:, 0]).norm() / want.norm())
+    q = p.q[some][:, None].cpu()
+    want, _, _ = sparse_mla_reference(q, rows, lanes, [None] * len(rows), SCALE, p.sink.cpu())
+    return some, want[:, 0]
 
 
 def graph(call: Call, calls: int) -> torch.cuda.CUDAGraph:
@@ -256,11 +255,13 @@ def our_candidates(
     """Every backend at every number of heads, held against the oracle, and its error."""
     candidates: dict[str, Call] = {}
     errors = {}
+    some, truth = oracle(p)
     for backend in backends:
         for heads in heads_list:
             out, call = ours(p, heads, backend)
             call()
-            error = errors[backend, heads] = oracle_error(p, heads, out)
+            want = truth[:, :heads]
+            error = errors[backend, heads] = float((out[some].double().cpu() - want).norm() / want.norm())
             if not error <= 4e-3:
                 raise RuntimeError(
                     f"{backend}: {name}, {len(p.q)} rows, {heads} heads: relative error {error:.1e}; nothing timed"
