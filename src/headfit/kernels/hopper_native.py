@@ -147,25 +147,19 @@ def fetch_queries(f, p, place):
     return chunks
 
 
-def store_queries(f, p, chunks):
+def store_queries(f, p, chunks, any_scale):
     """Put q into shared memory, in the order of the first product's k index; maxima to their start.
 
-    A head is brought to a largest exponent of 7 by a power of two, whose inverse joins the softmax scale: f16 then
-    holds every element to 2^-28 of the largest, and rope dims stay bf16, exactly.
+    Usually a head is brought to a largest exponent of 7 by a power of two, whose inverse joins the softmax scale: f16
+    then holds every element to 2^-28 of the largest, and rope dims stay bf16, exactly. For any scale q stays as it is:
+    an element that is small beside the head's largest may meet a scale that is large.
     """
     lane = ptx.lane()
     for k, pair in enumerate(chunks):
         head = f.wid + 8 * k
-        top = Int32(0)
-        for word in pair[0] + pair[1]:
-            top = ptx.max_u16x2(top, word & 0x7FFF7FFF)
-        for mask in (16, 8, 4, 2, 1):
-            top = ptx.max_u16x2(top, ptx.shfl_xor_bits(top, mask))
-        top = ptx.max_u16x2(top, ptx.shr(top, 16)) & 0xFFFF
-        exponent = ptx.max32(ptx.shr(top, 7), Int32(14))
-        power = (261 - exponent) << 23
+        exponent = Int32(134) if any_scale else largest_exponent(pair)
         for i in range(2):
-            store_query_chunk(f, head, lane + 32 * i, pair[i], power)
+            store_query_chunk(f, head, lane + 32 * i, pair[i], None if any_scale else (261 - exponent) << 23)
         factor = p.scale_log2 * ptx.as_float((exponent - 7) << 23)
 
         def write(head=head, factor=factor):
@@ -175,19 +169,31 @@ def store_queries(f, p, chunks):
         ptx.when(ptx.leader(), write)
 
 
+def largest_exponent(pair):
+    """The biased exponent of a head's largest element, over the warp that holds it; at least 14."""
+    top = Int32(0)
+    for word in pair[0] + pair[1]:
+        top = ptx.max_u16x2(top, word & 0x7FFF7FFF)
+    for mask in (16, 8, 4, 2, 1):
+        top = ptx.max_u16x2(top, ptx.shfl_xor_bits(top, mask))
+    top = ptx.max_u16x2(top, ptx.shr(top, 16)) & 0xFFFF
+    return ptx.max32(ptx.shr(top, 7), Int32(14))
+
+
 def store_query_chunk(f, head, chunk, words, power):
-    """Eight dims of a head, times ``power``, at their k index; rope dims stay bf16, the others become f16."""
+    """Eight dims of a head at their k index: as they are without ``power``, else times it, as f16 or (rope) bf16."""
     group, sub = chunk >> 3, chunk & 7
     rope = ptx.equal(group, Int32(7))
     high = ptx.pick32(rope, sub >> 2, sub & 1)
     column = ptx.pick32(rope, sub & 3, sub >> 1)
-    factor = ptx.as_float(power)
-    both = ptx.prmt(power, power, 0x3232)
     base = f.q + group * f.size.group_bytes + head * 128 + 4 * column
     for j in range(4):
-        low, upper = ptx.as_float(words[j] << 16), ptx.as_float(ptx.prmt(words[j], Int32(0), 0x3244))
-        usual = ptx.pack_f16(ptx.fmul(low, factor), ptx.fmul(upper, factor))
-        word = ptx.pick32(rope, ptx.mul_bf16x2(words[j], both), usual)
+        word = words[j]
+        if power is not None:
+            factor, both = ptx.as_float(power), ptx.prmt(power, power, 0x3232)
+            low, upper = ptx.as_float(word << 16), ptx.as_float(ptx.prmt(word, Int32(0), 0x3244))
+            usual = ptx.pack_f16(ptx.fmul(low, factor), ptx.fmul(upper, factor))
+            word = ptx.pick32(rope, ptx.mul_bf16x2(word, both), usual)
         ptx.sts32(base + (((4 * high + j) ^ (head & 7)) << 4), word)
 
 
@@ -332,7 +338,7 @@ def native(heads, **changes):
         chunks = fetch_queries(f, p, Place(p, size.heads))
         ptx.sync(THREADS)
         first_tile(keys, end, Int32(0), state)
-        store_queries(f, p, chunks)
+        store_queries(f, p, chunks, False)
         ptx.fence_async()
         ptx.sync(THREADS)
         clear(state)
@@ -350,8 +356,9 @@ def native(heads, **changes):
                 finish(f, 1, p, state, Float32(2.0**-7))
         else:
             g, again = anew(p, size, base)
+            store_queries(g, p, fetch_queries(g, p, Place(p, size.heads)), True)
+            ptx.fence_async()
             clear(state)
-            reset_maxima(g)
             first_tile(again, end, end, state)
             ptx.sync(THREADS)
             if wid < 4:
@@ -378,8 +385,3 @@ def anew(p, size, base):
     f = Frame(size, base, thread, cute.arch.make_warp_uniform(thread >> 5))
     f.keys = Keys(p, f, f.wid)
     return f, f.keys
-
-
-def reset_maxima(f):
-    """Maxima as before the first tile; every warp writes the same."""
-    ptx.sts32f(f.head_maxima + ptx.lane() * 4, Float32(LOWEST))

@@ -14,10 +14,10 @@ neighbouring rows and transposed reads are both free of bank conflicts.
 Two kinds of arithmetic, chosen by the row's scales alone:
 
 * usual: every e8m0 byte of the row is in [112, 127]. Values are f16, weights carry the scale times 2^7 as f16.
-* any: values and weights are bf16, weights carry the scale in float32 before they are rounded.
+* any: everything is bf16, for q, scales and weights in every exponent; scales join in float32.
 
-Logits are the same in both: per group of 64 dims f16 products (e4m3 is exact in f16; q is brought into f16's range by a
-power of two per head), the group's scale in float32.
+Usual logits are f16 products per group of 64 dims (e4m3 is exact in f16; q is brought into f16's range by a power of
+two per head), with the group's scale in float32.
 """
 
 # mypy: ignore-errors
@@ -142,7 +142,7 @@ def partial_logits(f, wg, words0, words1):
 
 
 def partial_logits_any(f, wg, words0, words1):
-    """``partial_logits`` for every scale byte: a fresh sum a group, times its float32 scale. Lean in registers."""
+    """``partial_logits`` for every scale byte and q in every exponent: bf16, a fresh sum a group, times its scale."""
     n = f.size.n
     total = [Float32(0.0)] * n
     for i in range(4):
@@ -150,17 +150,16 @@ def partial_logits_any(f, wg, words0, words1):
         part = [Float32(0.0)] * n
         for s in range(4):
             if group < 7:
-                a0, a2 = ptx.e4m3_to_f16(ptx.lds32(f.rows, 64 * group + 4 * s))
-                a1, a3 = ptx.e4m3_to_f16(ptx.lds32(f.rows, 64 * group + 4 * s + 8 * PITCH))
-                fragment = [a0, a1, a2, a3]
+                place = 64 * group + 4 * s
+                a0, a2 = (ptx.f16_to_bf16(x) for x in ptx.e4m3_to_f16(ptx.lds32(f.rows, place)))
+                a1, a3 = (ptx.f16_to_bf16(x) for x in ptx.e4m3_to_f16(ptx.lds32(f.rows, place + 8 * PITCH)))
             else:
                 place = 448 + 64 * (s >> 1) + 8 * (s & 1)
                 a0, a2 = ptx.lds64(f.rows, place)
                 a1, a3 = ptx.lds64(f.rows, place + 8 * PITCH)
-                fragment = [a0, a1, a2, a3]
             ptx.wgmma_fence()
-            kind = "f16" if group < 7 else "bf16"
-            part = ptx.wgmma(part, fragment, f.q_descriptor, group * f.size.group_bytes + 32 * s, kind, s == 0)
+            place = group * f.size.group_bytes + 32 * s
+            part = ptx.wgmma(part, [a0, a1, a2, a3], f.q_descriptor, place, "bf16", s == 0)
             ptx.wgmma_commit()
             part = ptx.wgmma_wait_for(0, part)
         scales = [Float32(1.0)] * 2 if group == 7 else [scale_of(w, i) for w in (words0, words1)]
@@ -300,8 +299,8 @@ def value_fragment(group, words, s, any_scale):
     """One register operand (64 dims x 16 keys), and its type."""
     if group == 7:
         return [words[2 * s], words[4 + 2 * s], words[2 * s + 1], words[5 + 2 * s]], "bf16"
-    convert = ptx.e4m3_columns_to_bf16 if any_scale else ptx.e4m3_columns_to_f16
-    return [*convert(words[2 * s]), *convert(words[2 * s + 1])], "bf16" if any_scale else "f16"
+    values = [*ptx.e4m3_columns_to_f16(words[2 * s]), *ptx.e4m3_columns_to_f16(words[2 * s + 1])]
+    return ([ptx.f16_to_bf16(v) for v in values], "bf16") if any_scale else (values, "f16")
 
 
 def add_values(f, wg, more, state, any_scale):

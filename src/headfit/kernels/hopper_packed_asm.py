@@ -38,6 +38,16 @@ def choose(flag, state, block):
     return [k(v) for k, v in zip(kinds, op.results, strict=True)]
 
 
+def either(flag, state, yes, no):
+    """``yes(state)`` where ``flag`` is not 0, else ``no(state)``; uniform over the warp or wider."""
+    kinds = [type(v) for v in state]
+    op = scf.IfOp((flag != 0).ir_value(), [k.mlir_type for k in kinds], has_else=True)
+    for block, branch in ((op.then_block, yes), (op.else_block, no)):
+        with ir.InsertionPoint(block):
+            scf.yield_([v.ir_value() for v in branch(state)])
+    return [k(v) for k, v in zip(kinds, op.results, strict=True)]
+
+
 def again(x):
     """``x``, as if it were another value: what follows from it is computed anew instead of being kept in registers."""
     return asm([Int32], [x], "mov.b32 $0, $1;", "=r,r")[0]

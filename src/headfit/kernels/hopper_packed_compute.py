@@ -58,21 +58,40 @@ def scores(f, it):
     stage, phase = it & 1, (it >> 1) & 1
     k = ((f.base + at.K + stage * at.TILE_BYTES) >> 4) | 0x10000
     ptx.mbarrier_wait(f.full(stage, 0), phase)
-    ptx.fence_async()  # here and not where the keys are written: there it would wait for the reads under way
     s = pasm.products([Float32(0.0)] * 32, f.q, k, SCORE_STEPS, start=True, commit=False)
     ptx.mbarrier_wait(f.full(stage, 1), phase)
-    ptx.fence_async()
     return pasm.products(s, f.q, k, [(a + 4 * at.BLOCK_BYTES, b + 4 * at.BLOCK_BYTES) for a, b in SCORE_STEPS])
+
+
+def value_operands(f, it):
+    """Descriptors of the weights and of this warpgroup's half of a tile."""
+    v = f.base + at.K + (it & 1) * at.TILE_BYTES + f.wg * (at.TILE_BYTES // 2)
+    return ((f.base + at.P) >> 4) | 0x10000, (v >> 4) | (at.BLOCK_BYTES >> 4 << 16)
+
+
+def value_products(acc, p, v, steps):
+    """acc + p v in two halves of 128 dims, since one product of 256 needs more registers than a thread starts with."""
+    low = pasm.products(acc[:64], p, v, steps, columns_first=True, commit=False)
+    return low + pasm.products(acc[64:], p, v, [(a, b + 2 * at.BLOCK_BYTES) for a, b in steps], columns_first=True)
 
 
 def values(f, it, acc):
     """acc + p v of a tile, under way when this returns."""
-    buffer = it & 1
-    p = ((f.base + at.P) >> 4) | 0x10000
-    v = ((f.base + at.K + buffer * at.TILE_BYTES + f.wg * (at.TILE_BYTES // 2)) >> 4) | (at.BLOCK_BYTES >> 4 << 16)
-    low = pasm.products(acc[:64], p, v, VALUE_STEPS, columns_first=True, commit=False)
-    steps = [(a, b + 2 * at.BLOCK_BYTES) for a, b in VALUE_STEPS]
-    return low + pasm.products(acc[64:], p, v, steps, columns_first=True)
+    return value_products(acc, *value_operands(f, it), VALUE_STEPS)
+
+
+def values_done(f, it, acc, steps):
+    """`values`, complete; a partial tile takes ``steps`` products of 16 keys, what lies beyond is not even written."""
+
+    def few(acc):
+        p, v = value_operands(f, it)
+
+        def step(k, acc):
+            return ptx.wgmma_wait_for(0, value_products(acc, p + k * 2, v + k * 128, VALUE_STEPS[:1]))
+
+        return pasm.loop(Int32(0), steps, acc, step)
+
+    return pasm.either(ptx.less(steps, Int32(4)), acc, few, lambda acc: ptx.wgmma_wait_for(0, values(f, it, acc)))
 
 
 def rescale(state, low, high):
@@ -86,12 +105,17 @@ def wait_weights(f, it):
     ptx.mbarrier_wait(f.base + at.P_READY + (it & 1) * 8, (it >> 1) & 1)
 
 
-def others_values(f, it, state):
-    """Follow the other warpgroup's tile ``it``: its factors, then its product, under way when this returns."""
+def others_factors(f, it, state):
+    """Follow the other warpgroup's tile ``it``: its weights are there, its factors are in ``state``."""
     wait_weights(f, it)
     raised = ptx.lds32(f.base + at.RAISED + (it & 1) * 16 + f.warp * 4)
     alpha = f.base + at.ALPHA + (it & 1) * 256 + f.m * 4
-    state = pasm.choose(raised, state, lambda v: rescale(v, ptx.lds32f(alpha), ptx.lds32f(alpha, 32)))
+    return pasm.choose(raised, state, lambda v: rescale(v, ptx.lds32f(alpha), ptx.lds32f(alpha, 32)))
+
+
+def others_values(f, it, state):
+    """`others_factors` and the product of that tile, under way when this returns."""
+    state = others_factors(f, it, state)
     return values(f, it, state[:ACC]) + state[ACC:]
 
 
@@ -173,14 +197,16 @@ class Ahead:
         ptx.sync_warp()
 
 
-def own_values(f, it, state, ahead, pairs, sums, alpha, raised):
-    """Announce this warpgroup's weights of tile ``it`` and add its product; complete when this returns."""
+def own_values(f, it, steps, state, ahead, pairs, sums, alpha, raised):
+    """Announce this warpgroup's weights of tile ``it`` and add its product; complete when this returns.
+
+    Nothing waits for the other warps' weights here: a warp's product reads the 16 lanes that it wrote itself.
+    """
     ahead.store(pairs)
     ptx.mbarrier_arrive_if(f.base + at.P_READY + (it & 1) * 8, f.leader)
     state = pasm.choose(raised, state, lambda v: rescale(v, *alpha))
     state[ACC], state[ACC + 1] = ptx.fadd(state[ACC], sums[0]), ptx.fadd(state[ACC + 1], sums[1])
-    wait_weights(f, it)
-    acc = ptx.wgmma_wait_for(0, values(f, it, state[:ACC]))
+    acc = values_done(f, it, state[:ACC], steps)
     f.release(it)
     return acc + state[ACC:]
 
@@ -199,13 +225,17 @@ def run_task(f, tasks, task, first_tile, number):
     ptx.mbarrier_wait(f.base + at.Q_FULL, number & 1)
     ptx.fence_async()  # the queries were copied by ordinary writes
 
+    def steps(t):
+        """Products of 16 keys that tile t takes."""
+        return ptx.min32((task.keys - t * at.TILE + 15) >> 4, Int32(4))
+
     def opening(state):
         """Tile 0, by warpgroup 0."""
         s = scores(f, first_tile)
         ahead = Ahead(f, rows, parity, True, first_tile)
         s = ptx.wgmma_wait_for(0, s)
         free_queries(f, ptx.less(tiles, Int32(3)))
-        return own_values(f, first_tile, state, ahead, *ahead.weights(s))
+        return own_values(f, first_tile, steps(Int32(0)), state, ahead, *ahead.weights(s))
 
     state = pasm.choose(f.wg ^ 1, state, opening)
 
@@ -222,7 +252,7 @@ def run_task(f, tasks, task, first_tile, number):
         free_queries(f, ptx.less(tiles, t + 3))
         weights = ahead.weights(s)
         f.wait_released(it - 1)
-        return own_values(f, it, state, ahead, *weights)
+        return own_values(f, it, steps(t), state, ahead, *weights)
 
     state = pasm.loop(Int32(0), (tiles - 1 + f.wg) >> 1, state, pair)
     free_queries(f, f.wg & ptx.less(tiles, Int32(2)))
@@ -230,8 +260,8 @@ def run_task(f, tasks, task, first_tile, number):
     def closing(state):
         """The last tile, if it is the other's."""
         last = first_tile + tiles - 1
-        state = others_values(f, last, state)
-        state = ptx.wgmma_wait_for(0, state[:ACC]) + state[ACC:]
+        state = others_factors(f, last, state)
+        state = values_done(f, last, state[:ACC], steps(tiles - 1)) + state[ACC:]
         f.release(last)
         return state
 

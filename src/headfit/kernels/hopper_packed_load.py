@@ -196,14 +196,18 @@ class Loader:
             stage_base = self.target + stage * at.TILE_BYTES
             targets = [stage_base, stage_base ^ 16]
             ptx.mbarrier_wait(self.base + at.EMPTY + stage * 16 + 8 * self.half, phase ^ 1)
-            self.convert(task, targets, 0, state[0], lambda i: state[4 * i + 1 : 4 * i + 5])
+            here = ptx.less(t * at.TILE + self.warp * 16, task.keys)  # a warp's keys are those of one step of p v
+            first = lambda i: state[4 * i + 1 : 4 * i + 5]  # noqa: E731
+            ptx.when(here, lambda: self.convert(task, targets, 0, state[0], first))
             self.arrived()
+            second = lambda i: ptx.lds128(self.raw, 2048 * i)  # noqa: E731
+            ptx.when(here, lambda: self.convert(task, targets, 1, ptx.lds32(self.scales), second))
             if self.half:
                 self.write_members(task, t, stage)
-            following = self.read(task, t + 1)
-            self.convert(task, targets, 1, ptx.lds32(self.scales), lambda i: ptx.lds128(self.raw, 2048 * i))
+            ptx.fence_async()  # before the next reads begin: it would wait for them
             ptx.sync_warp()
             ptx.mbarrier_arrive_if(self.base + at.FULL + stage * 16 + 8 * self.half, self.leader)
+            following = self.read(task, t + 1)
             self.copy(task, t + 1)
             self.fetch(task, t + 2)
             return following

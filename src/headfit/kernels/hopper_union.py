@@ -39,8 +39,9 @@ BEFORE = MAP + LANES_LIMIT  # keys before each word of the map
 TOTALS = BEFORE + LANES_LIMIT  # of the warps
 NUMBERS = TOTALS + 64
 SMEM = NUMBERS + 32
-# Union keys; whether packing is out; lanes of all rows; samples; samples found.
-COUNT, OUT, LISTED, SAMPLES, FOUND = (NUMBERS + 4 * i for i in range(5))
+# Union keys; whether packing is out; lanes of all rows; samples; samples found; keys entered; bits set in masks, as
+# many as keys entered unless a row has one twice.
+COUNT, OUT, LISTED, SAMPLES, FOUND, ENTERED, HELD = (NUMBERS + 4 * i for i in range(7))
 
 
 def union():
@@ -68,8 +69,9 @@ def union():
         ptx.sync(THREADS)
         table.insert(own, wid, tid & 31, 32, owns, ptx.less(Int32(0), wid))
         ptx.sync(THREADS)
-        table.judge()
+        table.mark()
         ptx.sync(THREADS)
+        table.judge()
         table.write()
 
     return Traced(sparse_mla_union, threads=THREADS, smem=SMEM, min_blocks=4)
@@ -129,7 +131,7 @@ class Table:
         toolong = ptx.less(Int32(LANES_LIMIT), self.lanes)
         here = ptx.equal(self.tid, Int32(0))
         ptx.when(here, lambda: ptx.sts128(self.base, [Int32(0), toolong, Int32(0), Int32(0)], NUMBERS))
-        ptx.when(here, lambda: ptx.sts32(self.base, Int32(0), FOUND))
+        ptx.when(here, lambda: ptx.sts128(self.base, zero, FOUND))
 
     def insert(self, lists, row, begin, stride, keys, flag):
         """Enter a row's keys ``begin``, ``begin + stride``, ... where ``flag``; ``keys`` are the first of them."""
@@ -137,23 +139,24 @@ class Table:
         each = stride * AT_ONCE
         flag = flag & (self.number(OUT) ^ 1)
         rounds = (lists.lanes - begin + (each - 1)) >> (each.bit_length() - 1)
+        places, bit = (KEYS, POSITIONS, MASKS, COUNT), uasm.bit(row)
 
         def enter(keys):
+            entered = Int32(0)
             for key, second, local in keys:
                 position = ptx.pick32(second, 8 * p.topk1 + row * p.topk2, row * p.topk1) + local
-                ptx.when(ptx.equal(key, Int32(-1)) ^ 1, lambda key=key, x=position: self.enter(key, x, row))
+                valid = ptx.equal(key, Int32(-1)) ^ 1
+                one = (self.base, key, position, bit, places, BITS, at.CAPACITY_LIMIT)
+                ptx.when(valid, lambda one=one: uasm.hash_enter(*one))
+                entered = entered + valid
+            return entered
 
-        def more(i, state):
-            enter(lists.keys(begin + i * each, stride))
-            return state
+        def all_keys():
+            more = lambda i, n: [n[0] + enter(lists.keys(begin + i * each, stride))]  # noqa: E731
+            entered = pasm.loop(Int32(1), rounds, [enter(keys)], more)[0]
+            ptx.when(entered, lambda: uasm.shared_add(self.base + ENTERED, entered))
 
-        ptx.when(flag, lambda: (enter(keys), pasm.loop(Int32(1), rounds, [], more)))
-
-    def enter(self, key, position, row):
-        """One key of one row; a row that has it already puts packing out."""
-        places = (KEYS, POSITIONS, MASKS, COUNT)
-        again = uasm.hash_enter(self.base, key, position, uasm.bit(row), places, BITS, at.CAPACITY_LIMIT)
-        ptx.when(again, lambda: ptx.sts32(self.base, Int32(1), OUT))
+        ptx.when(flag, all_keys)
 
     def count_keys(self, own):
         """Add this row's keys to the number of all; a lane without a key counts too."""
@@ -176,28 +179,35 @@ class Table:
         out = ptx.less(self.number(FOUND) * 2, self.number(SAMPLES))
         ptx.when(out & ptx.equal(self.tid, Int32(0)), lambda: ptx.sts32(self.base, Int32(1), OUT))
 
-    def judge(self):
-        """Whether the group is packed: flag and count; and the map of first positions."""
-        count = self.number(COUNT)
-        limit = ptx.min32(at.capacity(self.p), ptx.shr(self.number(LISTED), 2))
-        good = ptx.less(Int32(0), count) & (ptx.less(limit, count) ^ 1) & (self.number(OUT) ^ 1)
-        self.packed = good
-        work = at.Work(self.p)
+    def mark(self):
+        """The map of first positions, and how many bits the masks have."""
 
-        def tell():
-            ptx.stg32_if(work.flag(self.group), good, Int32(1))
-            ptx.stg32_if(work.count(self.group), ptx.pick32(good, count, Int32(0)), Int32(1))
-
-        ptx.when(ptx.equal(self.tid, Int32(0)), tell)
-
-        def mark():
+        def look():
+            held = Int32(0)
             for i in range(SLOTS // THREADS):
-                position = ptx.lds32(self.base + self.tid * 4, POSITIONS + 4 * THREADS * i)
+                place = self.base + self.tid * 4
+                position = ptx.lds32(place, POSITIONS + 4 * THREADS * i)
+                held = held + uasm.popc(ptx.lds32(place, MASKS + 4 * THREADS * i))
                 used = ptx.equal(position, Int32(0x7FFFFFFF)) ^ 1
                 word = self.base + MAP + ptx.shr(position, 5) * 4
                 ptx.when(used, lambda w=word, x=position: uasm.shared_or(w, uasm.bit(x & 31)))
+            ptx.when(held, lambda: uasm.shared_add(self.base + HELD, held))
 
-        ptx.when(good, mark)
+        ptx.when(self.number(OUT) ^ 1, look)
+
+    def judge(self):
+        """Whether the group is packed: flag and count."""
+        count = self.number(COUNT)
+        limit = ptx.min32(at.capacity(self.p), ptx.shr(self.number(LISTED), 2))
+        good = ptx.less(Int32(0), count) & (ptx.less(limit, count) ^ 1) & (self.number(OUT) ^ 1)
+        self.packed = good & ptx.equal(self.number(ENTERED), self.number(HELD))
+        work = at.Work(self.p)
+
+        def tell():
+            ptx.stg32_if(work.flag(self.group), self.packed, Int32(1))
+            ptx.stg32_if(work.count(self.group), ptx.pick32(self.packed, count, Int32(0)), Int32(1))
+
+        ptx.when(ptx.equal(self.tid, Int32(0)), tell)
 
     def write(self):
         """The entries, each at the number of keys that stand before it."""

@@ -43,7 +43,7 @@ def store64(p, v):
 
 
 def hash_enter(base, key, position, row_bit, offsets, bits, limit):
-    """Enter a key into the table of 2^``bits`` slots; 1 where its row had it already.
+    """Enter a key of a row into the table of 2^``bits`` slots: its first position and the mask of rows that have it.
 
     ``offsets``: of the keys (-1: free), first positions, masks, and the number of keys, from ``base``. Nothing is
     entered once there are more than ``limit`` keys, so a search always meets a free slot.
@@ -51,19 +51,19 @@ def hash_enter(base, key, position, row_bit, offsets, bits, limit):
     keys, positions, masks, count = offsets
     size = (1 << bits) - 1
     code = (
-        "{ .reg .pred p,q; .reg .b32 h,a,k,o; mov.b32 $0, 0; "
-        f"ld.volatile.shared.u32 o, [$1+{count}]; setp.gt.u32 p, o, {limit}; @p bra E${{:uid}}; "
-        f"mul.lo.u32 h, $2, 0x9E3779B1; shr.u32 h, h, {32 - bits}; "
-        f"L${{:uid}}: shl.b32 a, h, 2; add.u32 a, a, $1; ld.volatile.shared.u32 k, [a+{keys}]; "
-        "setp.eq.u32 p, k, $2; @p bra F${:uid}; setp.ne.u32 q, k, 0xffffffff; @q bra N${:uid}; "
-        f"add.u32 o, a, {keys}; atom.shared.cas.b32 k, [o], 0xffffffff, $2; "
-        f"setp.eq.u32 p, k, 0xffffffff; @p red.shared.add.u32 [$1+{count}], 1; @p bra F${{:uid}}; "
-        "setp.eq.u32 p, k, $2; @p bra F${:uid}; "
+        "{ .reg .pred p,q; .reg .b32 h,a,k,o; "
+        f"ld.volatile.shared.u32 o, [$0+{count}]; setp.gt.u32 p, o, {limit}; @p bra E${{:uid}}; "
+        f"mul.lo.u32 h, $1, 0x9E3779B1; shr.u32 h, h, {32 - bits}; "
+        f"L${{:uid}}: shl.b32 a, h, 2; add.u32 a, a, $0; ld.volatile.shared.u32 k, [a+{keys}]; "
+        "setp.eq.u32 p, k, $1; @p bra F${:uid}; setp.ne.u32 q, k, 0xffffffff; @q bra N${:uid}; "
+        f"add.u32 o, a, {keys}; atom.shared.cas.b32 k, [o], 0xffffffff, $1; "
+        f"setp.eq.u32 p, k, 0xffffffff; @p red.shared.add.u32 [$0+{count}], 1; @p bra F${{:uid}}; "
+        "setp.eq.u32 p, k, $1; @p bra F${:uid}; "
         f"N${{:uid}}: add.u32 h, h, 1; and.b32 h, h, {size}; bra L${{:uid}}; "
-        f"F${{:uid}}: red.shared.min.u32 [a+{positions}], $3; atom.shared.or.b32 o, [a+{masks}], $4; "
-        "and.b32 o, o, $4; setp.ne.u32 p, o, 0; selp.b32 $0, 1, 0, p; E${:uid}: }"
+        f"F${{:uid}}: ld.volatile.shared.u32 o, [a+{positions}]; setp.gt.u32 p, o, $2; "
+        f"@p red.shared.min.u32 [a+{positions}], $2; red.shared.or.b32 [a+{masks}], $3; E${{:uid}}: }}"
     )
-    return asm([Int32], [base, key, position, row_bit], code, "=&r,r,r,r,r,~{memory}")[0]
+    asm([], [base, key, position, row_bit], code, "r,r,r,r,~{memory}")
 
 
 def hash_find(keys, key, bits):

@@ -376,18 +376,13 @@ def e4m3_columns_to_f16(word):
     return e4m3_to_f16(prmt(word, Int32(0), 0x3120))
 
 
-def e4m3_columns_to_bf16(word):
-    """Four e4m3 as two bf16 pairs: bytes 0 and 2, bytes 1 and 3.
-
-    The byte's fields are put into a bf16, whose exponent is then 120 too low; times 2^120 is exact, subnormals too. The
-    NaN bytes 0x7f and 0xff come out as +-480.
-    """
+def f16_to_bf16(pair):
+    """An f16 pair as bf16, rounded; e4m3 values stay exact, NaN stays NaN."""
     code = (
-        "{ .reg .b32 a,b,c,f; shr.u32 a, $2, 4; shl.b32 b, $2, 4; shl.b32 c, $2, 8; mov.b32 f, 0x7b807b80; "
-        "and.b32 a, a, 0x07f007f0; and.b32 b, b, 0x07f007f0; lop3.b32 a, $2, 0x80008000, a, 0xea; "
-        "lop3.b32 b, c, 0x80008000, b, 0xea; mul.rn.bf16x2 $0, b, f; mul.rn.bf16x2 $1, a, f; }"
+        "{ .reg .b16 l,h; .reg .f32 a,b; mov.b32 {l,h}, $1; cvt.f32.f16 a, l; cvt.f32.f16 b, h; "
+        "cvt.rn.bf16x2.f32 $0, b, a; }"
     )
-    return asm([Int32] * 2, [word], code, "=&r,=&r,r", False)
+    return asm([Int32], [pair], code, "=r,r", False)[0]
 
 
 # --- warps and barriers
