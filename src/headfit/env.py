@@ -82,6 +82,12 @@ VARIABLES: Final[Mapping[str, Variable]] = {
             "where compiled Hopper kernels are kept; by default headfit in XDG_CACHE_HOME, or in ~/.cache",
         ),
         Variable(
+            "HEADFIT_PACKING",
+            _boolean,
+            True,
+            "off: the Hopper kernels compute every row by itself, also where neighbouring rows list the same keys",
+        ),
+        Variable(
             "HEADFIT_TEST_SEED",
             _count,
             None,
