@@ -81,6 +81,76 @@ def test_batch_invariant_calls_are_never_split() -> None:
             assert plan(rows, topk=topk, batch_invariant=True).splits == 1
 
 
+def packed(rows=4096, topk=(128,), **named) -> bool:
+    chosen = plan(rows, topk=topk, **named)
+    assert chosen.packed in (0, SMS)
+    names = [spec.name for spec in chosen.specs if not spec.name.startswith(("native", "merge"))]
+    assert names == (["union", "packed"] if chosen.packed else [])
+    return chosen.packed > 0
+
+
+def test_many_rows_of_short_lists_are_packed() -> None:
+    for topk in ((128,), (1,), (448,), (128, 0), (128, 32), (128, 256), (128, 320)):
+        assert packed(topk=topk), topk
+    assert packed(rows=hopper.PACKED_ROWS)
+    assert packed(rows=hopper.PACKED_ROWS // 4, s_q=4)  # rows are rows, however they are shaped
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch_invariant": True}, {"rows": 1}, {"rows": 64}, {"rows": hopper.PACKED_ROWS - 1}, {"topk": (0,)},
+        {"topk": (449,)}, {"topk": (128, 321)}, {"topk": (128, 512)}, {"topk": (128, 1024)}, {"topk": (2048,)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_not_packed(changes) -> None:
+    assert not packed(**changes)
+
+
+def test_whether_rows_are_packed_does_not_depend_on_the_heads() -> None:
+    for rows in (1, 8, 132, 511, 512, 4096, 100_000, 1_000_000):
+        for topk in ((0,), (1,), (128,), (128, 256), (128, 512)):
+            assert len({(c.packed, c.splits) for h in range(1, 129) for c in [plan(rows, h, topk)]}) == 1
+
+
+def test_packing_is_switched_off_by_the_environment(monkeypatch) -> None:
+    for text, on in (("off", False), ("0", False), ("on", True), ("", True)):
+        monkeypatch.setenv("HEADFIT_PACKING", text)
+        assert packed() is on
+    monkeypatch.setenv("HEADFIT_PACKING", "perhaps")
+    assert not packed(rows=64)  # few rows ask nothing
+    with pytest.raises(ValueError, match="HEADFIT_PACKING: got 'perhaps', accepted are 1, true"):
+        packed()
+
+
+def test_rows_are_never_both_packed_and_split() -> None:
+    larger = dataclasses.replace(archs.named("sm_90"), sms=4096)  # room for shares of 512 rows
+    chosen = hopper.plan(a_call(512, topk=(448,)), larger)
+    assert chosen.splits > 1
+    assert not chosen.packed
+
+
+def test_the_workspace_of_packing_is_bounded() -> None:
+    assert hopper.work_words(8, 1) == 2 + 2 * 2
+    assert hopper.work_words(9, 1) == 2 * (2 + 2 * 2)
+    assert hopper.work_words(4096, 448) == 512 * (2 + 2 * 896)
+    assert hopper.work_words(4096, 5000) == 512 * (2 + 2 * hopper.UNION_LIMIT)
+    most = 8 * (hopper.WORK_BYTES // (4 * hopper.work_words(8, 128)))
+    assert packed(rows=most)
+    assert not packed(rows=most + 1)
+
+
+@pytest.mark.skipif(hopper_build.why_no_compiler() is not None, reason="the DSL is not installed")
+def test_host_and_kernels_agree_on_groups() -> None:
+    from headfit.kernels import hopper_packed_place, hopper_union
+
+    assert hopper_packed_place.GROUP == hopper.GROUP
+    assert hopper_packed_place.CAPACITY_LIMIT == hopper.UNION_LIMIT
+    assert hopper_union.LANES_LIMIT >= hopper.PACKED_LANES
+    assert hopper_union.SLOTS > hopper.UNION_LIMIT
+
+
 # ------------------------------------------------------------------------------------------------------ which are taken
 
 
@@ -228,6 +298,20 @@ def launched(monkeypatch) -> list[dict]:
     return seen
 
 
+@pytest.fixture
+def made(monkeypatch) -> list[torch.Tensor]:
+    """What `torch.empty` makes."""
+    tensors: list[torch.Tensor] = []
+    empty = torch.empty
+
+    def recorded(*shape, **options):
+        tensors.append(empty(*shape, **options))
+        return tensors[-1]
+
+    monkeypatch.setattr(torch, "empty", recorded)
+    return tensors
+
+
 def run(call: SparseCall) -> list[str]:
     with archs.override("sm_90"), hopper.record_variants() as names:
         hopper.run(call)
@@ -242,23 +326,20 @@ def test_one_pass_is_one_launch(launched) -> None:
     assert (one["partial"], one["peaks"], one["totals"], one["work"]) == (0, 0, 0, 0)
 
 
-def test_shares_are_merged_by_a_second_launch(launched, monkeypatch) -> None:
-    made = []
-    empty = torch.empty
+def same_parameters(first: dict, *others: dict) -> bool:
+    own = ("name", "grid", "early")
+    return all({k: v for k, v in first.items() if k not in own} == {k: v for k, v in other.items() if k not in own}
+               for other in others)  # fmt: skip
 
-    def recorded(*shape, **options):
-        made.append(empty(*shape, **options))
-        return made[-1]
 
+def test_shares_are_merged_by_a_second_launch(launched, made) -> None:
     call = a_call(3, h_q=12, s_q=2, device="cpu")
-    monkeypatch.setattr(torch, "empty", recorded)
+    made.clear()
     assert run(call) == ["native heads=16", "merge"]
     native, merge = launched
     assert (native["grid"], native["early"]) == ((6, 10), False)
     assert (merge["grid"], merge["early"]) == ((6, 12), True)
-    assert {k: v for k, v in native.items() if k not in ("name", "grid", "early")} == {
-        k: v for k, v in merge.items() if k not in ("name", "grid", "early")
-    }
+    assert same_parameters(native, merge)
     (shares,) = (t for t in made if t.dtype == torch.float32)
     start, end = shares.data_ptr(), shares.data_ptr() + 4 * shares.numel()
     count = 6 * 10 * 12
@@ -267,6 +348,38 @@ def test_shares_are_merged_by_a_second_launch(launched, monkeypatch) -> None:
     assert native["peaks"] == native["partial"] + count * 512 * 4
     assert native["totals"] == native["peaks"] + count * 4
     assert native["totals"] + count * 4 == end
+
+
+@pytest.mark.parametrize(("rows", "s_q", "h_q", "topk"), [(515, 1, 40, (128, 32)), (172, 3, 8, (16,))])
+def test_packed_rows_are_three_launches(launched, made, rows, s_q, h_q, topk) -> None:
+    call = a_call(rows, h_q, topk, s_q=s_q, device="cpu")
+    made.clear()
+    native = f"native heads={8 if h_q == 8 else 32}"
+    assert run(call) == ["union", "packed", native]
+    count, tiles = rows * s_q, 1 if h_q == 8 else 2
+    groups = -(-count // 8)
+    assert [(one["name"], one["grid"]) for one in launched] == [
+        ("union", (groups, 1)), ("packed", (SMS, 1)), (native, (count * tiles, 1)),
+    ]  # fmt: skip
+    assert same_parameters(*launched)
+    assert not any(one["early"] for one in launched)
+    first = launched[0]
+    assert (first["rows"], first["h_q"], first["head_tiles"], first["splits"]) == (count, h_q, tiles, 1)
+    assert (first["partial"], first["peaks"], first["totals"]) == (0, 0, 0)
+    (work,) = (t for t in made if t.dtype == torch.int32)
+    assert first["work"] == work.data_ptr()
+    assert work.data_ptr() % 8 == 0
+    assert work.numel() == groups * (2 + 2 * 2 * sum(topk))
+
+
+def test_rows_that_are_not_packed_have_no_workspace(launched, made, monkeypatch) -> None:
+    call = a_call(520, topk=(16,), device="cpu")
+    made.clear()
+    assert run(dataclasses.replace(call, batch_invariant=True)) == ["native heads=8"]
+    monkeypatch.setenv("HEADFIT_PACKING", "off")
+    assert run(call) == ["native heads=8"]
+    assert [one["work"] for one in launched] == [0, 0]
+    assert not any(t.dtype == torch.int32 for t in made)
 
 
 def test_rows_of_zeros_are_made_once_and_never_under_capture(launched, monkeypatch) -> None:
@@ -346,8 +459,12 @@ def test_warmup_launches_what_a_call_would(launched, monkeypatch) -> None:
     with archs.override("sm_90"):
         warmup._once_hopper(a_call(1, h_q=8, topk=(640,), device="cpu"), done)
         warmup._once_hopper(a_call(1, h_q=20, topk=(16,), device="cpu"), done)
+        packs = warmup.of_many_rows(a_call(1, h_q=20, topk=(16,), device="cpu"))
+        warmup._once_hopper(packs, done)
+        assert list(done)[3:] == ["hopper union", "hopper packed"]
         before = dict(done)
         warmup._once_hopper(with_keys(a_call(1, device="cpu"), layout="v32"), done)
-    assert list(done) == ["hopper native heads=8", "hopper merge", "hopper native heads=32"]
+    assert list(done)[:3] == ["hopper native heads=8", "hopper merge", "hopper native heads=32"]
+    assert launched[-1]["rows"] == hopper.PACKED_ROWS
     assert done == before  # what is not taken is not launched
     assert all(seconds >= 0 for seconds in done.values())

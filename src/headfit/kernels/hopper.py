@@ -1,7 +1,7 @@
 """The Hopper backend ``hopper``: V4 pages on SM90, head tiles of 8, 16 and 32, cubins launched through the driver.
 
 Belongs here: the table of binaries, the plan of a call (from shapes alone) and its launches. Does not belong here:
-traced code (``hopper_native.py``, ``hopper_merge.py``), compiling (``hopper_build.py``), the driver (``cubin.py``).
+traced code (the modules that the table names), compiling (``hopper_build.py``), the driver (``cubin.py``).
 
 No value of a tensor is read on the host, nothing is allocated outside PyTorch's allocator, and no shape, stride or
 length makes another binary. What this backend does not take goes to ``triton``.
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from headfit import arch as archs
+from headfit import env
 from headfit.call import SparseCall
 from headfit.capability import Capability
 from headfit.kernels import configs, cubin, hopper_abi, hopper_build
@@ -35,7 +36,19 @@ NATIVE: Final = {
     for heads in (8, 16, 32)
 }
 MERGE: Final = Spec("merge", "headfit.kernels.hopper_merge", "merge")
-SPECS: Final = (*NATIVE.values(), MERGE)
+UNION: Final = Spec("union", "headfit.kernels.hopper_union", "union")
+PACKED: Final = Spec("packed", "headfit.kernels.hopper_packed", "packed")
+SPECS: Final = (*NATIVE.values(), MERGE, UNION, PACKED)
+GROUP: Final = 8  # rows that are packed, as `hopper_packed_place` has it
+UNION_LIMIT: Final = 1536  # union keys of a group, as there
+# Packing is tried from this number of rows on: below, the persistent kernel has few tasks for an SM. A first setting.
+PACKED_ROWS: Final = 512
+# ... and to this number of lanes a row, of both lists. The lists decide group by group on the device, so this is about
+# what trying costs. Lists of a window (128) and short ones of a heavily compressed layer overlap nearly whole; those of
+# chosen keys, 128 + 512 and more, hardly do, and finding that out takes 15 us of 330 to 640 at 4096 rows. Longer lists
+# of a heavily compressed layer have the shapes of chosen keys, and go with them.
+PACKED_LANES: Final = 448
+WORK_BYTES: Final = configs.WORKSPACE_BYTES  # rows whose workspace would be larger are not packed
 ZEROS: Final = 256 * 576  # bytes: rows that lanes without a key copy, with 8 scale bytes behind them (hopper_keys)
 _buffer = hopper_abi.Buffer()
 _zeros: dict[int, Tensor] = {}
@@ -45,16 +58,23 @@ _log = logging.getLogger("headfit")
 
 @dataclass(frozen=True)
 class Plan:
-    """How a call is launched: CTAs of ``heads`` heads, ``head_tiles`` to a row, its keys in ``splits`` shares."""
+    """How a call is launched: CTAs of ``heads`` heads, ``head_tiles`` to a row, its keys in ``splits`` shares.
+
+    ``packed``: CTAs of the packed kernel, which goes first and takes the groups of rows whose lists overlap; 0: none.
+    """
 
     heads: int
     head_tiles: int
     splits: int
+    packed: int = 0
 
     @property
     def specs(self) -> tuple[Spec, ...]:
         """The binaries, in the order of their launches."""
-        return (NATIVE[self.heads],) if self.splits == 1 else (NATIVE[self.heads], MERGE)
+        native = NATIVE[self.heads]
+        if self.packed:
+            return UNION, PACKED, native
+        return (native,) if self.splits == 1 else (native, MERGE)
 
 
 def available() -> str | None:
@@ -157,16 +177,31 @@ def record_variants() -> Iterator[list[str]]:
 
 
 def plan(call: SparseCall, arch: archs.Arch) -> Plan:
-    """The launches of a call, from its shapes and the chip alone."""
+    """The launches of a call, from its shapes, the chip and ``HEADFIT_PACKING`` alone."""
     b, s_q, h_q, _ = call.q.shape
-    tiles = sum([-(-keys.topk // KEYS) for keys in call.key_sets])
-    return _planned(b * s_q, h_q, tiles, call.batch_invariant, arch.sms)
+    topk = tuple([keys.topk for keys in call.key_sets])
+    invariant = call.batch_invariant
+    packing = not invariant and may_pack(b * s_q, sum(topk)) and bool(env.read("HEADFIT_PACKING"))
+    return _planned(b * s_q, h_q, topk, invariant, packing, arch.sms)
 
 
 @functools.lru_cache(maxsize=4096)
-def _planned(rows: int, h_q: int, tiles: int, batch_invariant: bool, sms: int) -> Plan:
+def _planned(rows: int, h_q: int, topk: tuple[int, ...], batch_invariant: bool, packing: bool, sms: int) -> Plan:
     heads = next((tile for tile in NATIVE if tile >= h_q), max(NATIVE))
-    return Plan(heads, -(-h_q // heads), 1 if batch_invariant else split_count(rows, tiles, sms))
+    tiles = sum([-(-lanes // KEYS) for lanes in topk])
+    splits = 1 if batch_invariant else split_count(rows, tiles, sms)
+    return Plan(heads, -(-h_q // heads), splits, sms if packing and splits == 1 else 0)
+
+
+def may_pack(rows: int, lanes: int) -> bool:
+    """Whether packing may pay for lists of ``lanes`` a row. Never a matter of heads: bits may not depend on them."""
+    return rows >= PACKED_ROWS and 0 < lanes <= PACKED_LANES and 4 * work_words(rows, lanes) <= WORK_BYTES
+
+
+def work_words(rows: int, lanes: int) -> int:
+    """int32 words of the packing workspace: a flag and a count a group, then room for its union, two words a key."""
+    capacity = min(GROUP // 4 * lanes, UNION_LIMIT)
+    return -(-rows // GROUP) * (2 + 2 * capacity)
 
 
 def split_count(rows: int, tiles: int, sms: int) -> int:
@@ -199,7 +234,14 @@ def _launch(call: SparseCall, chosen: Plan, device: int) -> None:
     zeros = _zero_rows(call.q.device)
     native = _kernel(NATIVE[chosen.heads], device)
     if splits == 1:
-        hopper_abi.pack(_buffer, call, head_tiles=chosen.head_tiles, zeros=zeros.data_ptr())
+        # Nothing has to be cleared. The allocator gives the memory to later work of this stream, or graph, alone.
+        words = work_words(rows, sum([keys.topk for keys in call.key_sets])) if chosen.packed else 0
+        work = torch.empty(words, dtype=torch.int32, device=call.q.device) if words else None
+        start = 0 if work is None else work.data_ptr()
+        hopper_abi.pack(_buffer, call, head_tiles=chosen.head_tiles, work=start, zeros=zeros.data_ptr())
+        if chosen.packed:
+            _kernel(UNION, device).launch((-(-rows // GROUP), 1), stream, _buffer.pointers)
+            _kernel(PACKED, device).launch((chosen.packed, 1), stream, _buffer.pointers)
         native.launch((rows * chosen.head_tiles, 1), stream, _buffer.pointers)
         return
     # Rows times shares are at most CTAS_PER_SM an SM, so the shares of a call are small (69 MB at 128 heads).
