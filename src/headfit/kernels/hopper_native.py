@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, Int64
 
 from headfit.kernels import ptx
 from headfit.kernels.hopper_keys import ARRIVALS, Keys
-from headfit.kernels.hopper_native_tile import PITCH, THREADS, gather_max, permuted, tile
+from headfit.kernels.hopper_native_tile import PITCH, THREADS, permuted, tile
 from headfit.kernels.hopper_params import Params, Traced
 
 LOWEST = -1e30  # of a running maximum that has seen no logit
@@ -112,7 +112,7 @@ class Frame:
         return self.head_maxima + (ptx.lane() & 3) * 8
 
     def head(self, lane):
-        """The head whose maximum and sum a lane keeps, after ``gather_max``."""
+        """The head whose maximum and sum a lane keeps, after ``gathered``."""
         i = (lane >> 2) & (self.size.nv - 1)
         return 8 * (i >> 1) + 2 * (lane & 3) + (i & 1)
 
@@ -122,7 +122,7 @@ class State:
 
     def __init__(self, size):
         self.acc = cute.make_rmem_tensor((4 * size.n,), Float32)  # [group of this warpgroup][accumulator]
-        self.total = cute.make_rmem_tensor((size.nv,), Float32)
+        self.total = cute.make_rmem_tensor((1,), Float32)
         self.index = cute.make_rmem_tensor((1,), Int32)  # of the tile after the next, in the warps whose turn it is
         self.size = size
         self.index[0] = Int32(-1)
@@ -132,8 +132,7 @@ def clear(state):
     """Sums as before the first tile."""
     for i in range(4 * state.size.n):
         state.acc[i] = Float32(0.0)
-    for i in range(state.size.nv):
-        state.total[i] = Float32(0.0)
+    state.total[0] = Float32(0.0)
 
 
 def fetch_queries(f, p, place):
@@ -215,9 +214,8 @@ def finish(f, wg, p, state, unit):
     size = f.size
     lane = ptx.lane()
     peaks = f.peaks + lane * 4
-    own = gather_max([state.total[i] for i in range(size.nv)], lane >> 2, ptx.fadd)
     ptx.sync(THREADS)
-    ptx.sts32f(peaks + f.wid * 128, own)
+    ptx.sts32f(peaks + f.wid * 128, state.total[0])
     ptx.sync(THREADS)
     total = ptx.lds32f(peaks)
     for warp in range(1, 8):

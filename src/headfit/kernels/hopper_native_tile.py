@@ -57,7 +57,7 @@ def weight_factor(shifted, i):
     return ptx.prmt(shifted, Int32(0), (i << 12) | (4 << 8) | (i << 4) | 4)
 
 
-def gather_max(values, g, op):
+def gathered(values, g, op):
     """Reduce each value over the eight lanes of one ``c``; lane g keeps value ``g % len(values)``.
 
     The order of operations is the same for 2, 4 and 8 values, so that heads keep their bits over widths.
@@ -145,25 +145,23 @@ def partial_logits_any(f, wg, words0, words1):
     """``partial_logits`` for every scale byte and q in every exponent: bf16, a fresh sum a group, times its scale."""
     n = f.size.n
     total = [Float32(0.0)] * n
-    for i in range(4):
+    part = [Float32(0.0)] * n
+    for k in range(8):
+        i, half = k >> 1, k & 1
         group = 4 * wg + i
-        part = [Float32(0.0)] * n
-        for s in range(4):
-            if group < 7:
-                place = 64 * group + 4 * s
-                a0, a2 = (ptx.f16_to_bf16(x) for x in ptx.e4m3_to_f16(ptx.lds32(f.rows, place)))
-                a1, a3 = (ptx.f16_to_bf16(x) for x in ptx.e4m3_to_f16(ptx.lds32(f.rows, place + 8 * PITCH)))
-            else:
-                place = 448 + 64 * (s >> 1) + 8 * (s & 1)
-                a0, a2 = ptx.lds64(f.rows, place)
-                a1, a3 = ptx.lds64(f.rows, place + 8 * PITCH)
+        if not half:
+            words = key_words(f, group)
+        fragments, kind = key_fragments(f, group, words, half)
+        for s, fragment in enumerate(fragments):
+            operand = fragment if kind == "bf16" else [ptx.f16_to_bf16(x) for x in fragment]
             ptx.wgmma_fence()
-            place = group * f.size.group_bytes + 32 * s
-            part = ptx.wgmma(part, [a0, a1, a2, a3], f.q_descriptor, place, "bf16", s == 0)
+            place = group * f.size.group_bytes + 64 * half + 32 * s
+            part = ptx.wgmma(part, operand, f.q_descriptor, place, "bf16", half == 0 and s == 0)
             ptx.wgmma_commit()
             part = ptx.wgmma_wait_for(0, part)
-        scales = [Float32(1.0)] * 2 if group == 7 else [scale_of(w, i) for w in (words0, words1)]
-        total = [ptx.fma(part[j], scales[(j >> 1) & 1], total[j]) for j in range(n)]
+        if half:
+            scales = [Float32(1.0)] * 2 if group == 7 else [scale_of(w, i) for w in (words0, words1)]
+            total = [ptx.fma(part[j], scales[(j >> 1) & 1], total[j]) for j in range(n)]
     return total
 
 
@@ -215,7 +213,7 @@ def weights(f, wg, state, s, own, present, any_scale):
 
     The running maximum of a head is only replaced when a logit exceeds it by 2^8: then all threads rescale. A head that
     does not exceed keeps its bits. The same branch notes scales that the usual arithmetic does not hold for.
-    ``state.total`` are the sums of this thread's keys.
+    ``state.total`` is the sum over this warp's keys, of the head that the lane keeps.
     """
     x, _ = log_weights(f, s, present)
     top = x[0]
@@ -233,10 +231,14 @@ def weights(f, wg, state, s, own, present, any_scale):
         raise_maxima(f, wg, state, s, present, own, any_scale)
 
     def kept():
-        for i in range(f.size.nv):
-            state.total[i] = ptx.fadd(state.total[i], p[i])
+        state.total[0] = ptx.fadd(state.total[0], summed(p))
 
     ptx.when(ptx.sync_or(flag, THREADS), raised, kept)
+
+
+def summed(p):
+    """Weights over the keys of this warp, of the head that the lane keeps."""
+    return gathered(p, ptx.lane() >> 2, ptx.fadd)
 
 
 def log_weights(f, s, present, maxima=None):
@@ -259,7 +261,7 @@ def raise_maxima(f, wg, state, s, present, own, any_scale):
     own_maximum = f.head_maxima + f.head(lane) * 4
     old = ptx.lds32f(own_maximum)
     peaks = f.peaks + lane * 4
-    ptx.sts32f(peaks + f.wid * 128, gather_max(logits, lane >> 2, ptx.fmax))
+    ptx.sts32f(peaks + f.wid * 128, gathered(logits, lane >> 2, ptx.fmax))
     ptx.sync(THREADS)
     candidate = ptx.lds32f(peaks)
     for warp in range(1, 8):
@@ -272,14 +274,12 @@ def raise_maxima(f, wg, state, s, present, own, any_scale):
         source = (lane & 3) + 4 * i
         maxima.append(ptx.shfl(new, source))
         factor = ptx.shfl(rescale, source)
-        state.total[i] = ptx.fmul(state.total[i], factor)
         for group in range(4):
             for z in (4 * (i // 2) + (i & 1), 4 * (i // 2) + 2 + (i & 1)):
                 k = group * size.n + z
                 state.acc[k] = ptx.fmul(state.acc[k], factor)
     p = [ptx.ex2(v) for v in log_weights(f, s, present, maxima)[0]]
-    for i in range(size.nv):
-        state.total[i] = ptx.fadd(state.total[i], p[i])
+    state.total[0] = ptx.fma(state.total[0], rescale, summed(p))
     put_weights(f, wg, p, own, any_scale)
     ptx.sync(THREADS)
 
