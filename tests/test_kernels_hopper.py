@@ -84,7 +84,7 @@ def test_batch_invariant_calls_are_never_split() -> None:
 def packed(rows=4096, topk=(128,), **named) -> bool:
     chosen = plan(rows, topk=topk, **named)
     assert chosen.packed in (0, SMS)
-    names = [spec.name for spec in chosen.specs if not spec.name.startswith(("native", "merge"))]
+    names = [spec.name for spec in chosen.specs if not spec.name.startswith(("native", "merge", "rest"))]
     assert names == (["union", "packed"] if chosen.packed else [])
     return chosen.packed > 0
 
@@ -354,12 +354,12 @@ def test_shares_are_merged_by_a_second_launch(launched, made) -> None:
 def test_packed_rows_are_three_launches(launched, made, rows, s_q, h_q, topk) -> None:
     call = a_call(rows, h_q, topk, s_q=s_q, device="cpu")
     made.clear()
-    native = f"native heads={8 if h_q == 8 else 32}"
-    assert run(call) == ["union", "packed", native]
+    rest = f"rest heads={8 if h_q == 8 else 32}"
+    assert run(call) == ["union", "packed", rest]
     count, tiles = rows * s_q, 1 if h_q == 8 else 2
     groups = -(-count // 8)
     assert [(one["name"], one["grid"]) for one in launched] == [
-        ("union", (groups, 1)), ("packed", (SMS, 1)), (native, (count * tiles, 1)),
+        ("union", (groups, 1)), ("packed", (SMS, 1)), (rest, (groups * tiles, 1)),
     ]  # fmt: skip
     assert same_parameters(*launched)
     assert not any(one["early"] for one in launched)

@@ -24,8 +24,8 @@ CHIP = archs.named("sm_90")
 REGISTERS, THREADS = 64 * 1024, 2048  # of an SM
 # Bytes of stack a thread that a binary may have; 0 for those that are not named. Spilled registers are to be had where
 # the next CTA of an SM is worth more than they cost, and the bound keeps a change from adding some unseen.
-# Here: at 32 heads a few registers a tile, and of the packed kernel the loading warps that are held to 56 registers.
-SPILLED = {"native heads=32": 16, "packed": 16}
+# Here: of the packed kernel the loading warps, which are held to 56 registers.
+SPILLED = {"packed": 16}
 RESERVED = 1024  # bytes of shared memory that each CTA takes beside its own
 
 

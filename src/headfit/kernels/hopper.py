@@ -35,10 +35,14 @@ NATIVE: Final = {
     heads: Spec(f"native heads={heads}", "headfit.kernels.hopper_native", "native", (("heads", heads),))
     for heads in (8, 16, 32)
 }
+REST: Final = {  # beside the packed kernel: a CTA for a group of 8 rows, so that few have to come where all are packed
+    heads: Spec(f"rest heads={heads}", "headfit.kernels.hopper_native", "native", (("heads", heads), ("rows", 8)))
+    for heads in NATIVE
+}
 MERGE: Final = Spec("merge", "headfit.kernels.hopper_merge", "merge")
 UNION: Final = Spec("union", "headfit.kernels.hopper_union", "union")
 PACKED: Final = Spec("packed", "headfit.kernels.hopper_packed", "packed")
-SPECS: Final = (*NATIVE.values(), MERGE, UNION, PACKED)
+SPECS: Final = (*NATIVE.values(), MERGE, UNION, PACKED, *REST.values())
 GROUP: Final = 8  # rows that are packed, as `hopper_packed_place` has it
 UNION_LIMIT: Final = 1536  # union keys of a group, as there
 # Packing is tried from this number of rows on: below, the persistent kernel has few tasks for an SM. A first setting.
@@ -71,9 +75,9 @@ class Plan:
     @property
     def specs(self) -> tuple[Spec, ...]:
         """The binaries, in the order of their launches."""
-        native = NATIVE[self.heads]
         if self.packed:
-            return UNION, PACKED, native
+            return UNION, PACKED, REST[self.heads]
+        native = NATIVE[self.heads]
         return (native,) if self.splits == 1 else (native, MERGE)
 
 
@@ -232,7 +236,6 @@ def _launch(call: SparseCall, chosen: Plan, device: int) -> None:
     rows, h_q, splits = call.rows, call.h_q, chosen.splits
     stream = cubin.current_stream(device)
     zeros = _zero_rows(call.q.device)
-    native = _kernel(NATIVE[chosen.heads], device)
     if splits == 1:
         # Nothing has to be cleared. The allocator gives the memory to later work of this stream, or graph, alone.
         words = work_words(rows, sum([keys.topk for keys in call.key_sets])) if chosen.packed else 0
@@ -240,9 +243,12 @@ def _launch(call: SparseCall, chosen: Plan, device: int) -> None:
         start = 0 if work is None else work.data_ptr()
         hopper_abi.pack(_buffer, call, head_tiles=chosen.head_tiles, work=start, zeros=zeros.data_ptr())
         if chosen.packed:
-            _kernel(UNION, device).launch((-(-rows // GROUP), 1), stream, _buffer.pointers)
+            groups = -(-rows // GROUP)
+            _kernel(UNION, device).launch((groups, 1), stream, _buffer.pointers)
             _kernel(PACKED, device).launch((chosen.packed, 1), stream, _buffer.pointers)
-        native.launch((rows * chosen.head_tiles, 1), stream, _buffer.pointers)
+            _kernel(REST[chosen.heads], device).launch((groups * chosen.head_tiles, 1), stream, _buffer.pointers)
+        else:
+            _kernel(NATIVE[chosen.heads], device).launch((rows * chosen.head_tiles, 1), stream, _buffer.pointers)
         return
     # Rows times shares are at most CTAS_PER_SM an SM, so the shares of a call are small (69 MB at 128 heads).
     count = rows * splits * h_q
@@ -252,7 +258,7 @@ def _launch(call: SparseCall, chosen: Plan, device: int) -> None:
         _buffer, call, head_tiles=chosen.head_tiles, splits=splits,
         partial=start, peaks=start + count * 2048, totals=start + count * 2052, zeros=zeros.data_ptr(),
     )  # fmt: skip
-    native.launch((rows * chosen.head_tiles, splits), stream, _buffer.pointers)
+    _kernel(NATIVE[chosen.heads], device).launch((rows * chosen.head_tiles, splits), stream, _buffer.pointers)
     _kernel(MERGE, device).launch((rows, h_q), stream, _buffer.pointers, early=True)
 
 

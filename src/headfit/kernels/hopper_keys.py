@@ -11,6 +11,7 @@ neutral ones.
 
 # mypy: ignore-errors
 
+import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from headfit.kernels import ptx
@@ -33,6 +34,8 @@ class Keys:
 
     def __init__(self, p, f, wid):
         self.p, self.f, self.wid = p, f, wid
+        self.index = cute.make_rmem_tensor((1,), Int32)  # of a key of this warp's next turn
+        self.index[0] = Int32(-1)
 
     def open(self, row, split, thread):
         """Write the records (thread 0 does); returns the number of tiles. A barrier must follow."""
@@ -93,14 +96,14 @@ class Keys:
         """The key of the tile for which this lane works, in its turn."""
         return (self.wid & 1) * 32 + ptx.lane()
 
-    def send_index(self, it, end, state):
+    def send_index(self, it, end):
         """Send for the index of a key of tile ``it``; -1 past the list and where there is no such tile."""
         low, high, lanes, _ = ptx.lds128(self.record(it))
         position = it * 64 + self.key()
         source = ptx.at(ptx.address(low, high), position * 4)
-        state.index[0] = ptx.ldg32_if(source, ptx.less(position, lanes) & ptx.less(it, end), Int32(-1))
+        self.index[0] = ptx.ldg32_if(source, ptx.less(position, lanes) & ptx.less(it, end), Int32(-1))
 
-    def locate(self, it, end, parity, state):
+    def locate(self, it, end, parity):
         """Turn the index into an address, leave it in shared memory, send for the scales, expect the tile's bytes; then
         send for the index of this warp's next turn.
 
@@ -109,7 +112,7 @@ class Keys:
         """
 
         def find():
-            p, f, record, index = self.p, self.f, self.record(it), state.index[0]
+            p, f, record, index = self.p, self.f, self.record(it), self.index[0]
             magic, shift, page, slots = ptx.lds128(record, 32)
             kv_low, kv_high, stride_low, stride_high = ptx.lds128(record, 16)
             valid = ptx.within(index, slots)
@@ -127,7 +130,7 @@ class Keys:
             full = f.full + parity * 8
             ptx.mbarrier_arrive_after_copies(full)
             ptx.mbarrier_expect_if(full, Int32(32 * ROW_BYTES), ptx.leader())
-            self.send_index(it + TURNS, end, state)
+            self.send_index(it + TURNS, end)
 
         ptx.when(self.turn(it, end), find)
 

@@ -28,12 +28,14 @@ LN_2, LOG2_E = 0.6931471805599453, 1.4426950408889634
 class Size:
     """What the number of heads of a CTA fixes. Offsets and sizes are bytes of shared memory.
 
-    ``early_lookup``: the next tile is looked up before this one is there, for 512 bytes.
+    ``early_lookup``: the next tile is looked up before this one is there, for 512 bytes. ``rows``: that a CTA computes
+    one after the other, 1, or the 8 of a group: where most groups are packed, fewer CTAs have to come to see it.
     """
 
     heads: int
     min_blocks: int
     early_lookup: bool
+    rows: int = 1
 
     @property
     def source_bytes(self):
@@ -123,9 +125,7 @@ class State:
     def __init__(self, size):
         self.acc = cute.make_rmem_tensor((4 * size.n,), Float32)  # [group of this warpgroup][accumulator]
         self.total = cute.make_rmem_tensor((1,), Float32)
-        self.index = cute.make_rmem_tensor((1,), Int32)  # of the tile after the next, in the warps whose turn it is
         self.size = size
-        self.index[0] = Int32(-1)
 
 
 def clear(state):
@@ -196,10 +196,10 @@ def store_query_chunk(f, head, chunk, words, power):
         ptx.sts32(base + (((4 * high + j) ^ (head & 7)) << 4), word)
 
 
-def first_tile(keys, end, parity, state):
+def first_tile(keys, end, parity):
     """Send for the first tile of a pass, and in each warp for the index of its first turn."""
-    keys.send_index(keys.wid >> 1, end, state)
-    keys.locate(Int32(0), end, parity & 1, state)
+    keys.send_index(keys.wid >> 1, end)
+    keys.locate(Int32(0), end, parity & 1)
     ptx.sync(THREADS)
 
     def copy():
@@ -209,7 +209,7 @@ def first_tile(keys, end, parity, state):
     ptx.when(ptx.less(Int32(0), end), copy)
 
 
-def finish(f, wg, p, state, unit):
+def finish(f, wg, p, state, unit, r):
     """The result of the row, or this CTA's share of it. ``unit``: what a weight's scale was multiplied by, inverted."""
     size = f.size
     lane = ptx.lane()
@@ -220,7 +220,7 @@ def finish(f, wg, p, state, unit):
     total = ptx.lds32f(peaks)
     for warp in range(1, 8):
         total = ptx.fadd(total, ptx.lds32f(peaks, 128 * warp))
-    place = Place(p, size.heads)
+    place = Place(p, size, r)
     place.lane, place.head = lane, f.head(lane)
     maximum = ptx.lds32f(f.head_maxima + place.head * 4)
     whole = ptx.equal(p.splits, Int32(1))
@@ -291,10 +291,10 @@ def write_share(f, wg, p, state, unit, place, total, maximum):
 class Place:
     """Where this CTA's row, heads and share stand in the call's tensors; computed anew at both ends of a row."""
 
-    def __init__(self, p, heads):
+    def __init__(self, p, size, r):
         x, split = ptx.block(), ptx.block_y()
-        row = ptx.quotient(x, p.head_tiles)
-        head_tile = x - row * p.head_tiles
+        unit = ptx.quotient(x, p.head_tiles)
+        row, heads, head_tile = unit * size.rows + r, size.heads, x - unit * p.head_tiles
         b = ptx.divide(row, p.magic_s, p.shift_s)
         s = row - b * p.s_q
         self.head0 = head_tile * heads
@@ -307,79 +307,98 @@ class Place:
 
 
 def native(heads, **changes):
-    """The kernel for CTAs of ``heads`` heads; ``changes`` replace fields of its `Size`, to measure them."""
+    """The kernel for CTAs of ``heads`` heads; ``changes`` replace fields of its `Size`."""
     size = replace(SIZES[heads], **changes)
 
     @cute.kernel
     def sparse_mla_native(p: Params):
         tid, _, _ = cute.arch.thread_idx()
-        x, split, _ = cute.arch.block_idx()
         base = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint())
         wid = cute.arch.make_warp_uniform(tid >> 5)
-        row = ptx.quotient(x, p.head_tiles)
-        leave_packed(p, row)
-        f = Frame(size, base, tid, wid)
-        keys = Keys(p, f, wid)
-        f.keys = keys
-        end = cute.arch.make_warp_uniform(keys.open(row, split, tid))
+        f = places(p, size, base, tid, wid)
         state = State(size)
-        starts = ptx.equal(tid, Int32(0))
-        for barrier, count in (
-            (f.full, ARRIVALS),
-            (f.full + 8, ARRIVALS),
-            (f.first_half_free, 8),
-            (f.second_half_free, 8),
-        ):
-            ptx.mbarrier_init_if(barrier, count, starts)
-        ptx.mbarrier_init_done()
-        ptx.when(starts, lambda: ptx.sts32(f.unusual, Int32(0)))
-        chunks = fetch_queries(f, p, Place(p, size.heads))
-        ptx.sync(THREADS)
-        first_tile(keys, end, Int32(0), state)
-        store_queries(f, p, chunks, False)
-        ptx.fence_async()
-        ptx.sync(THREADS)
-        clear(state)
-        if wid < 4:
-            for it in cutlass.range(0, end, unroll=1):
-                tile(f, 0, it, end, 0, state, False)
-        else:
-            for it in cutlass.range(0, end, unroll=1):
-                tile(f, 1, it, end, 0, state, False)
-        ptx.sync(THREADS)
-        if ptx.lds32(f.unusual) == 0:
-            if wid < 4:
-                finish(f, 0, p, state, Float32(2.0**-7))
-            else:
-                finish(f, 1, p, state, Float32(2.0**-7))
-        else:
-            g, again = anew(p, size, base)
-            store_queries(g, p, fetch_queries(g, p, Place(p, size.heads)), True)
-            ptx.fence_async()
+        leave_packed(p, size)
+        for r in cutlass.range(0, rows_here(p, size), unroll=1):
+            end = cute.arch.make_warp_uniform(begin_row(f, p, r, tid))
             clear(state)
-            first_tile(again, end, end, state)
-            ptx.sync(THREADS)
             if wid < 4:
                 for it in cutlass.range(0, end, unroll=1):
-                    tile(g, 0, it, end, end, state, True)
-                finish(g, 0, p, state, Float32(1.0))
+                    tile(f, 0, it, end, 0, state, False)
             else:
                 for it in cutlass.range(0, end, unroll=1):
-                    tile(g, 1, it, end, end, state, True)
-                finish(g, 1, p, state, Float32(1.0))
+                    tile(f, 1, it, end, 0, state, False)
+            ptx.sync(THREADS)
+            if ptx.lds32(f.unusual) == 0:
+                if wid < 4:
+                    finish(f, 0, p, state, Float32(2.0**-7), r)
+                else:
+                    finish(f, 1, p, state, Float32(2.0**-7), r)
+            else:
+                g = places(p, size, base, ptx.thread(), cute.arch.make_warp_uniform(ptx.thread() >> 5))
+                begin_again(g, p, r, end)
+                clear(state)
+                if wid < 4:
+                    for it in cutlass.range(0, end, unroll=1):
+                        tile(g, 0, it, end, end, state, True)
+                    finish(g, 0, p, state, Float32(1.0), r)
+                else:
+                    for it in cutlass.range(0, end, unroll=1):
+                        tile(g, 1, it, end, end, state, True)
+                    finish(g, 1, p, state, Float32(1.0), r)
+            end_row(f, tid)
 
     return Traced(sparse_mla_native, threads=THREADS, smem=size.offsets()[-1], min_blocks=size.min_blocks)
 
 
-def leave_packed(p, row):
+def places(p, size, base, tid, wid):
+    """This thread's places. The second pass has its own, so that none is kept in a register for it all the time."""
+    f = Frame(size, base, tid, wid)
+    f.keys = Keys(p, f, wid)
+    return f
+
+
+def rows_here(p, size):
+    """Rows that this CTA computes."""
+    return 1 if size.rows == 1 else ptx.min32(p.rows - ptx.quotient(ptx.block(), p.head_tiles) * 8, Int32(8))
+
+
+def begin_row(f, p, r, tid):
+    """Barriers, queries and the first tile; returns the number of tiles."""
+    unit = ptx.quotient(ptx.block(), p.head_tiles)
+    end = f.keys.open(unit * f.size.rows + r, ptx.block_y(), tid)
+    starts = ptx.equal(tid, Int32(0))
+    for barrier, count in ((f.full, ARRIVALS), (f.full + 8, ARRIVALS), (f.first_half_free, 8), (f.second_half_free, 8)):
+        ptx.mbarrier_init_if(barrier, count, starts)
+    ptx.mbarrier_init_done()
+    ptx.when(starts, lambda: ptx.sts32(f.unusual, Int32(0)))
+    chunks = fetch_queries(f, p, Place(p, f.size, r))
+    ptx.sync(THREADS)
+    first_tile(f.keys, end, Int32(0))
+    store_queries(f, p, chunks, False)
+    ptx.fence_async()
+    ptx.sync(THREADS)
+    return end
+
+
+def begin_again(f, p, r, end):
+    """Queries as they are and the first tile, for the second pass; the barriers go on from the first."""
+    store_queries(f, p, fetch_queries(f, p, Place(p, f.size, r)), True)
+    ptx.fence_async()
+    first_tile(f.keys, end, end)
+    ptx.sync(THREADS)
+
+
+def end_row(f, tid):
+    """Take the barriers down, where another row follows."""
+    if f.size.rows > 1:
+        ptx.sync(THREADS)
+        for i in range(4):
+            ptx.mbarrier_end_if(f.full + 8 * i, ptx.equal(tid, Int32(0)))
+
+
+def leave_packed(p, size):
     """End where the packed kernel has computed this row's group of eight: its flag in ``p.work`` is 1."""
-    done = ptx.ldg32_if(p.work + ptx.wide(ptx.shr(row, 3), Int64(4)), ptx.given(p.work), Int32(0))
+    unit = ptx.quotient(ptx.block(), p.head_tiles)
+    group = unit if size.rows > 1 else ptx.shr(unit, 3)
+    done = ptx.ldg32_if(p.work + ptx.wide(group, Int64(4)), ptx.given(p.work), Int32(0))
     ptx.exit_if(ptx.equal(done, Int32(1)))
-
-
-def anew(p, size, base):
-    """This thread's places once more, for the second pass: none of them is kept in a register through the first."""
-    thread = ptx.thread()
-    f = Frame(size, base, thread, cute.arch.make_warp_uniform(thread >> 5))
-    f.keys = Keys(p, f, f.wid)
-    return f, f.keys

@@ -142,27 +142,25 @@ def partial_logits(f, wg, words0, words1):
 
 
 def partial_logits_any(f, wg, words0, words1):
-    """``partial_logits`` for every scale byte and q in every exponent: bf16, a fresh sum a group, times its scale."""
-    n = f.size.n
-    total = [Float32(0.0)] * n
-    part = [Float32(0.0)] * n
+    """``partial_logits`` for every scale byte and q in every exponent: bf16 keys as `headfit.unpack_kv` has them."""
+    acc = [Float32(0.0)] * f.size.n
     for k in range(8):
         i, half = k >> 1, k & 1
         group = 4 * wg + i
         if not half:
             words = key_words(f, group)
         fragments, kind = key_fragments(f, group, words, half)
+        if kind == "f16" and not half:
+            scales = [scale_of(w, i) for w in (words0, words1)]
         for s, fragment in enumerate(fragments):
-            operand = fragment if kind == "bf16" else [ptx.f16_to_bf16(x) for x in fragment]
+            if kind == "f16":
+                fragment = [ptx.f16_to_bf16(x, scales[j & 1]) for j, x in enumerate(fragment)]
             ptx.wgmma_fence()
             place = group * f.size.group_bytes + 64 * half + 32 * s
-            part = ptx.wgmma(part, operand, f.q_descriptor, place, "bf16", half == 0 and s == 0)
+            acc = ptx.wgmma(acc, fragment, f.q_descriptor, place, "bf16", k == 0 and s == 0)
             ptx.wgmma_commit()
-            part = ptx.wgmma_wait_for(0, part)
-        if half:
-            scales = [Float32(1.0)] * 2 if group == 7 else [scale_of(w, i) for w in (words0, words1)]
-            total = [ptx.fma(part[j], scales[(j >> 1) & 1], total[j]) for j in range(n)]
-    return total
+            acc = ptx.wgmma_wait_for(0, acc)
+    return acc
 
 
 def exchanged_logits(f, wg, part):
@@ -300,7 +298,7 @@ def value_fragment(group, words, s, any_scale):
     if group == 7:
         return [words[2 * s], words[4 + 2 * s], words[2 * s + 1], words[5 + 2 * s]], "bf16"
     values = [*ptx.e4m3_columns_to_f16(words[2 * s]), *ptx.e4m3_columns_to_f16(words[2 * s + 1])]
-    return ([ptx.f16_to_bf16(v) for v in values], "bf16") if any_scale else (values, "f16")
+    return ([ptx.f16_to_bf16(v, Float32(1.0)) for v in values], "bf16") if any_scale else (values, "f16")
 
 
 def add_values(f, wg, more, state, any_scale):
@@ -343,10 +341,10 @@ def tile(f, wg, it, end, before, state, any_scale):
     count = it + before
     f.parity = count & 1
     if f.size.early_lookup:
-        f.keys.locate(it + 1, end, f.parity ^ 1, state)
+        f.keys.locate(it + 1, end, f.parity ^ 1)
     ptx.mbarrier_wait(f.full + f.parity * 8, (count >> 1) & 1)
     if not f.size.early_lookup:
-        f.keys.locate(it + 1, end, f.parity ^ 1, state)
+        f.keys.locate(it + 1, end, f.parity ^ 1)
     row = f.rows - ((ptx.lane() & 3) << 4) + f.parity * 8
     words = [ptx.lds32(row, SCALES + 8 * PITCH * i + 4 * wg) for i in range(2)]
     part = (partial_logits_any if any_scale else partial_logits)(f, wg, *words)

@@ -376,13 +376,13 @@ def e4m3_columns_to_f16(word):
     return e4m3_to_f16(prmt(word, Int32(0), 0x3120))
 
 
-def f16_to_bf16(pair):
-    """An f16 pair as bf16, rounded; e4m3 values stay exact, NaN stays NaN."""
+def f16_to_bf16(pair, scale):
+    """An f16 pair times a float32, rounded to bf16 once; subnormals and NaN stay what they are."""
     code = (
         "{ .reg .b16 l,h; .reg .f32 a,b; mov.b32 {l,h}, $1; cvt.f32.f16 a, l; cvt.f32.f16 b, h; "
-        "cvt.rn.bf16x2.f32 $0, b, a; }"
+        "mul.rn.f32 a, a, $2; mul.rn.f32 b, b, $2; cvt.rn.bf16x2.f32 $0, b, a; }"
     )
-    return asm([Int32], [pair], code, "=r,r", False)[0]
+    return asm([Int32], [pair, scale], code, "=r,r,f", False)[0]
 
 
 # --- warps and barriers
@@ -476,6 +476,16 @@ def mbarrier_init_if(a, count, flag):
 def mbarrier_init_done():
     """Make initialised barriers visible to the copy engine."""
     asm([], [], "fence.mbarrier_init.release.cluster;", SHARED_STATE)
+
+
+def mbarrier_end_if(a, flag):
+    """Make the barrier's place ordinary memory again, where ``flag``."""
+    asm(
+        [],
+        [a, flag],
+        "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p mbarrier.inval.shared::cta.b64 [$0]; }",
+        "r,r,~{memory}",
+    )
 
 
 def mbarrier_wait(a, parity):
