@@ -461,7 +461,7 @@ def test_warmup_launches_what_a_call_would(launched, monkeypatch) -> None:
         warmup._once_hopper(a_call(1, h_q=20, topk=(16,), device="cpu"), done)
         packs = warmup.of_many_rows(a_call(1, h_q=20, topk=(16,), device="cpu"))
         warmup._once_hopper(packs, done)
-        assert list(done)[3:] == ["hopper union", "hopper packed"]
+        assert list(done)[3:] == ["hopper union", "hopper packed", "hopper rest heads=32"]
         before = dict(done)
         warmup._once_hopper(with_keys(a_call(1, device="cpu"), layout="v32"), done)
     assert list(done)[:3] == ["hopper native heads=8", "hopper merge", "hopper native heads=32"]

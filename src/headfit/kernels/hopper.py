@@ -152,8 +152,8 @@ def _aligned(t: Tensor) -> bool:
 
 
 def _fits(call: SparseCall) -> bool:
-    """Whether what the kernels count in 32 bits fits: CTAs, lanes (rounded up to tiles), tokens of a page."""
-    lanes = sum([k.topk + KEYS for k in call.key_sets])
+    """Whether what the kernels count in 32 bits fits: CTAs, bytes of a list (rounded up to tiles), tokens of a page."""
+    lanes = 4 * sum([k.topk + KEYS for k in call.key_sets])
     pages = max([k.page_size for k in call.key_sets])
     return max(call.rows * -(-call.h_q // 8), lanes, pages) <= hopper_abi.INT_MAX
 
@@ -186,6 +186,8 @@ def plan(call: SparseCall, arch: archs.Arch) -> Plan:
     topk = tuple([keys.topk for keys in call.key_sets])
     invariant = call.batch_invariant
     packing = not invariant and may_pack(b * s_q, sum(topk)) and bool(env.read("HEADFIT_PACKING"))
+    if packing and call.q.untyped_storage().data_ptr() == call.out.untyped_storage().data_ptr() != 0:
+        packing = False  # a group whose keys turn out not to be finite is computed again, from q
     return _planned(b * s_q, h_q, topk, invariant, packing, arch.sms)
 
 
@@ -277,7 +279,7 @@ def _zero_rows(device: torch.device) -> Tensor:
 
 
 def _no_keys(device: torch.device) -> Tensor:
-    """Rows of zeros, and the scales of a lane without a key: 120, a weight's factor of 1, and the mark 255."""
+    """Rows of zeros, and the scales of a lane without a key: usual ones, and the mark 255."""
     made = torch.zeros(ZEROS + 8, dtype=torch.uint8, device=device)
     made[ZEROS : ZEROS + 7] = 120
     made[ZEROS + 7] = 255

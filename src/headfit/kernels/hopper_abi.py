@@ -45,6 +45,7 @@ OFFSETS: Final = tuple(sum(SIZES[:i]) for i in range(len(SIZES)))
 PLACES: Final = tuple(zip(OFFSETS, SIZES, strict=True))  # in the buffer, and in the parameter space of a kernel
 LOG2_E: Final = 1.4426950408889634
 INT_MAX: Final = 2**31 - 1
+FLOAT_MAX: Final = (2 - 2.0**-23) * 2.0**127
 
 
 def magic(d: int) -> tuple[int, int]:
@@ -135,7 +136,7 @@ def pack(
         page_stride1, page_stride2,
         slots1, slots2, page1, magic1, shift1, page2, magic2, shift2, topk1, topk2,
         s_q, magic_s, shift_s, b * s_q, h_q, head_tiles, splits,
-        call.sm_scale * LOG2_E, zeros,
+        min(max(call.sm_scale * LOG2_E, -FLOAT_MAX), FLOAT_MAX), zeros,
     )  # fmt: skip
 
 

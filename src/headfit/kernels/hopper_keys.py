@@ -18,7 +18,7 @@ from headfit.kernels import ptx
 from headfit.kernels.hopper_native_tile import PITCH, SCALES
 
 ROW_BYTES = 576
-ZERO_ROWS = 256  # of 576 bytes behind the parameter `zeros`; then 7 scale bytes of 120, a weight's factor of 1, and 255
+ZERO_ROWS = 256  # of 576 bytes behind the parameter `zeros`; then 7 scale bytes of 120, as good as any, and 255
 RECORD = 48  # bytes
 TURNS = 4  # pairs of warps that look up tiles in turn
 ARRIVALS = 66  # at a tile's barrier: 64 lanes once their scales are there, 2 warps that expect the rows

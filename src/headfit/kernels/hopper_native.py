@@ -20,7 +20,7 @@ from headfit.kernels.hopper_keys import ARRIVALS, Keys
 from headfit.kernels.hopper_native_tile import PITCH, THREADS, permuted, tile
 from headfit.kernels.hopper_params import Params, Traced
 
-LOWEST = -1e30  # of a running maximum that has seen no logit
+LOWEST = -3e38  # of a running maximum that has seen no logit
 LN_2, LOG2_E = 0.6931471805599453, 1.4426950408889634
 
 
@@ -330,9 +330,9 @@ def native(heads, **changes):
             ptx.sync(THREADS)
             if ptx.lds32(f.unusual) == 0:
                 if wid < 4:
-                    finish(f, 0, p, state, Float32(2.0**-7), r)
+                    finish(f, 0, p, state, Float32(2.0**-10), r)
                 else:
-                    finish(f, 1, p, state, Float32(2.0**-7), r)
+                    finish(f, 1, p, state, Float32(2.0**-10), r)
             else:
                 g = places(p, size, base, ptx.thread(), cute.arch.make_warp_uniform(ptx.thread() >> 5))
                 begin_again(g, p, r, end)

@@ -13,7 +13,7 @@ neighbouring rows and transposed reads are both free of bank conflicts.
 
 Two kinds of arithmetic, chosen by the row's scales alone:
 
-* usual: every e8m0 byte of the row is in [112, 127]. Values are f16, weights carry the scale times 2^7 as f16.
+* usual: every e8m0 byte of the row is in [112, 127]. Values are f16, weights carry the scale times 2^10 as f16.
 * any: everything is bf16, for q, scales and weights in every exponent; scales join in float32.
 
 Usual logits are f16 products per group of 64 dims (e4m3 is exact in f16; q is brought into f16's range by a power of
@@ -29,7 +29,7 @@ from headfit.kernels import ptx
 PITCH = 592  # bytes between rows in shared memory: 576 of the row, 2 x 8 for the scales of this tile and the next
 SCALES = 576
 THREADS = 256
-LAZY = 0x41000000  # 8.0: a maximum is only replaced when a logit exceeds it by 2^8 (f16 weights stay below 2^15)
+LAZY = 0x40800000  # 4.0: a maximum is only replaced when a logit exceeds it by 2^4 (f16 weights stay below 2^15)
 ONE = 0x3F800000  # the bits of 1.0
 MINUS_INFINITY = float("-inf")
 
@@ -53,7 +53,7 @@ def scale_of(word, i):
 
 
 def weight_factor(shifted, i):
-    """The f16 pair 2^(b-120) twice, of byte ``i`` of ``(word - 0x69...) << 2``."""
+    """The f16 pair 2^(b-117) twice, of byte ``i`` of ``(word - 0x66...) << 2``."""
     return ptx.prmt(shifted, Int32(0), (i << 12) | (4 << 8) | (i << 4) | 4)
 
 
@@ -198,7 +198,7 @@ def put_weights(f, wg, p, own, any_scale):
             packed = [ptx.pack_bf16(ptx.fmul(a, s), ptx.fmul(b, s)) for a, b in pairs]
             ptx.stmatrix_trans(place, packed, g * stride)
     else:
-        shifted = ((own[0] - 0x69696969) << 2, (own[1] - 0x00696969) << 2)
+        shifted = ((own[0] - 0x66666666) << 2, (own[1] - 0x00666666) << 2)
         halves = [ptx.pack_f16(a, b) for a, b in pairs]
         for g in range(7):
             factor = weight_factor(shifted[g // 4], g % 4)
@@ -209,8 +209,9 @@ def put_weights(f, wg, p, own, any_scale):
 def weights(f, wg, state, s, own, present, any_scale):
     """P = 2^(S - m) of the own key, written for everyone; maxima and sums are brought up to date.
 
-    The running maximum of a head is only replaced when a logit exceeds it by 2^8: then all threads rescale. A head that
-    does not exceed keeps its bits. The same branch notes scales that the usual arithmetic does not hold for.
+    The running maximum of a head is only replaced when a logit exceeds it by 2^4 (for any scale: when it exceeds it, so
+    that no weight is above 1): then all threads rescale. A head that does not exceed keeps its bits. The same branch
+    notes scales that the usual arithmetic does not hold for.
     ``state.total`` is the sum over this warp's keys, of the head that the lane keeps.
     """
     x, _ = log_weights(f, s, present)
@@ -219,7 +220,7 @@ def weights(f, wg, state, s, own, present, any_scale):
         top = ptx.fmax(top, v)
     p = [ptx.ex2(v) for v in x]
     put_weights(f, wg, p, own, any_scale)
-    flag = ptx.above(top, LAZY)
+    flag = ptx.above(top, 0 if any_scale else LAZY)
     if not any_scale:
         flag = flag | ptx.unusual_scales(*own)
 
@@ -264,7 +265,7 @@ def raise_maxima(f, wg, state, s, present, own, any_scale):
     candidate = ptx.lds32f(peaks)
     for warp in range(1, 8):
         candidate = ptx.fmax(candidate, ptx.lds32f(peaks, 128 * warp))
-    new = ptx.pickf(ptx.above(candidate - old, LAZY), candidate, old)
+    new = ptx.pickf(ptx.above(candidate - old, 0 if any_scale else LAZY), candidate, old)
     rescale = ptx.ex2(old - new)
     ptx.sts32f(own_maximum, new)  # every warp writes the same value
     maxima = []

@@ -17,7 +17,7 @@ from headfit.kernels import ptx
 ROW_BYTES = 576
 ROPE = 448  # byte of a row at which its bf16 dims begin
 PLAIN_SCALE = 134  # largest scale byte that one factor can hold, see `factor_of`
-FINITE_SCALE = 240  # a larger one may give infinities
+FINITE_SCALE = 220  # a larger one may give infinities
 NAN_FIELD = 0x7F0
 
 
