@@ -281,8 +281,8 @@ def _zero_rows(device: torch.device) -> Tensor:
 def _no_keys(device: torch.device) -> Tensor:
     """Rows of zeros, and the scales of a lane without a key: usual ones, and the mark 255."""
     made = torch.zeros(ZEROS + 8, dtype=torch.uint8, device=device)
-    made[ZEROS : ZEROS + 7] = 120
-    made[ZEROS + 7] = 255
+    made[ZEROS : ZEROS + 7].fill_(120)  # not by assignment: under graph capture that would copy from the host
+    made[ZEROS + 7 :].fill_(255)
     return made
 
 
