@@ -1,9 +1,8 @@
 """The packed kernel of Hopper: queries are M, 64 lanes of (row, head), against keys that the lanes' rows share.
 
-Belongs here: the kernel and its roles. `packed` serves groups of 8 rows whose lists the union prepass
-(``hopper_union.py``) found to overlap; `wide` serves one row with many heads, straight from its lists. Both are the
-same code. Does not belong here: the computing (``hopper_packed_compute.py``) and loading (``hopper_packed_load.py``)
-sides, shared memory and tasks (``hopper_packed_place.py``), launching (``hopper.py``).
+Belongs here: the kernel and its roles. It serves groups of 8 rows whose lists the union prepass (``hopper_union.py``)
+found to overlap. Does not belong here: the computing (``hopper_packed_compute.py``) and loading
+(``hopper_packed_load.py``) sides, shared memory and tasks (``hopper_packed_place.py``), launching (``hopper.py``).
 
 A persistent CTA of four warpgroups an SM: two compute, two load. Launch any number of CTAs along x, best one an SM.
 """
@@ -27,15 +26,7 @@ COMPUTE_REGISTERS, LOAD_REGISTERS = 192, (56, 72)  # of a thread; 2 x 192 + 56 +
 
 def packed():
     """The kernel for groups of rows with a union of keys, prepared in the workspace ``work``."""
-    return _kernel(False)
 
-
-def wide():
-    """The kernel for one row a group, whatever its keys."""
-    return _kernel(True)
-
-
-def _kernel(wide_mode):
     @cute.kernel
     def sparse_mla_packed(p: Params):
         tid, _, _ = cute.arch.thread_idx()
@@ -46,7 +37,7 @@ def _kernel(wide_mode):
         start_barriers(base, ptx.equal(tid, Int32(0)))
         at.write_sets(p, base, ptx.equal(tid, Int32(32)))
         ptx.sync(at.THREADS)
-        tasks = at.Tasks(p, wide_mode, cta, ctas)
+        tasks = at.Tasks(p, cta, ctas)
         lane = tid & 31
         if wid < 8:
             pasm.set_registers(COMPUTE_REGISTERS, True)
@@ -80,7 +71,7 @@ def load(p, tasks, base, half, tid, wid, lane):
 
 
 def run(tasks, body):
-    """``body(task, tiles done before, tasks done before)`` for every task that has keys; in wide mode for all."""
+    """``body(task, tiles done before, tasks done before)`` for every task that has keys."""
 
     def step(i, state):
         task = tasks.task(i)
@@ -89,8 +80,6 @@ def run(tasks, body):
             body(task, state[0], state[1])
             return [state[0] + task.tiles, state[1] + 1]
 
-        if tasks.wide:
-            return work(state)
         return pasm.choose(ptx.less(Int32(0), task.keys), state, work)
 
     pasm.loop(Int32(0), tasks.count, [Int32(0), Int32(0)], step)

@@ -48,13 +48,8 @@ class Loader:
         target = self.entries + (t & 1) * 512 + local * 8
 
         def copy():
-            if not self.tasks.wide:
-                source = self.tasks.work.list(task.group) + ptx.wide(position, Int64(8))
-                pasm.copy_small(target, source, 8, here, (-1, 0))
-                return
-            first = ptx.less(position, task.keys1)
-            index = position - ptx.pick32(first, Int32(0), task.keys1)
-            pasm.copy_small(target, ptx.at(ptx.pick64(first, task.list1, task.list2), index * 4), 4, here, (-1,))
+            source = self.tasks.work.list(task.group) + ptx.wide(position, Int64(8))
+            pasm.copy_small(target, source, 8, here, (-1, 0))
 
         ptx.when(ptx.less(self.lane, Int32(16)), copy)
 
@@ -62,11 +57,8 @@ class Loader:
         """Address of a key's row in tile t, of four of its scale bytes, and whether there is one."""
         key = self.key + 8 * which
         index = ptx.lds32(self.entries + (t & 1) * 512 + key * 8)
-        if self.tasks.wide:
-            second = ptx.less(t * at.TILE + key, task.keys1) ^ 1
-        else:
-            second = ptx.shr(index, 31)
-            index = index & 0x7FFFFFFF  # of the -1 of a missing key remains 2^31 - 1, which no set has
+        second = ptx.shr(index, 31)
+        index = index & 0x7FFFFFFF  # of the -1 of a missing key remains 2^31 - 1, which no set has
         table = self.base + at.SETS + second * 32
         magic, shift, page, slots = ptx.lds128(table, 16)
         number = ptx.divide(index, magic, shift)
@@ -126,19 +118,14 @@ class Loader:
         if self.half:
             words = raw(self.pieces - 2) + raw(self.pieces - 1)
             self.store(targets, which, 7, words)
-            if not self.tasks.wide:
-                for w in words:
-                    rope = rope | (((w & 0x7F807F80) + 0x00800080) & (0x80008000 - (1 << 32)))
-        self.spoil(task, targets, which, top, rope, scales, unusual)
+            for w in words:
+                rope = rope | (((w & 0x7F807F80) + 0x00800080) & (0x80008000 - (1 << 32)))
+        self.spoil(task, top, rope, scales, unusual)
 
-    def spoil(self, task, targets, which, top, rope, scales, unusual):
-        """A key that is not finite: NaN in a block, hence in its weights; a packed group is given back to kernel A."""
+    def spoil(self, task, top, rope, scales, unusual):
+        """A key that is not finite: the group is given back to the native kernel."""
         field = ptx.max_u16x2(top, ptx.shr(top, 16)) & 0xFFFF
         nan = ptx.equal(field, Int32(NAN_FIELD))
-        words = [Int32(0x7FFF7FFF)] * 8
-        if self.tasks.wide:
-            ptx.when(nan, lambda: self.store(targets, which, self.blocks[0], words))
-            return
 
         def give_back():
             ptx.stg32_if(self.tasks.work.flag(pasm.again(task.group)), Int32(0), Int32(1))
@@ -152,13 +139,8 @@ class Loader:
         """Which keys each row of the group has: a warp writes the 16 bits of its keys for every row."""
         local = self.warp * 16 + (self.lane & 15)
         place = self.entries + (t & 1) * 512 + local * 8
-        if self.tasks.wide:
-            second = ptx.less(t * at.TILE + local, task.keys1) ^ 1
-            slots = ptx.lds32(self.base + at.SETS + second * 32, 28)
-            bits = [ptx.ballot(ptx.within(ptx.lds32(place), slots))]
-        else:
-            mask = ptx.lds32(place, 4)
-            bits = [ptx.ballot(mask & (1 << i)) for i in range(at.GROUP)]
+        mask = ptx.lds32(place, 4)
+        bits = [ptx.ballot(mask & (1 << i)) for i in range(at.GROUP)]
         table = self.base + at.MEMBERS + stage * 64 + self.warp * 2
 
         def write():

@@ -1,7 +1,7 @@
 """Shared memory of the packed kernel, its tasks, and which query a lane of M stands for.
 
 Belongs here: what the loading and the computing warpgroups have to agree on. A task is one group of rows and one tile
-of 64 lanes out of its (row, head) pairs in that order; ``GROUP`` rows make a group, one row in wide mode. Both sides
+of 64 lanes out of its (row, head) pairs in that order; ``GROUP`` rows make a group. Both sides
 read the number of keys of a task from the same place and never from what the kernel itself writes.
 """
 
@@ -75,7 +75,7 @@ class Work:
         self.capacity = capacity(p)
 
     def flag(self, group):
-        """Address of the word that says 1: packed, 0: kernel A has to compute the rows."""
+        """Address of the word that says 1: packed, 0: the native kernel has to compute the rows."""
         return self.flags + ptx.wide(group, Int64(4))
 
     def count(self, group):
@@ -89,14 +89,11 @@ class Work:
 
 @dataclass
 class Task:
-    """One group and tile of lanes. ``keys``: how many; the lists where wide."""
+    """One group and tile of lanes. ``keys``: how many."""
 
     group: Int32
     lane0: Int32
     keys: Int32
-    keys1: Int32 = None
-    list1: Int64 = None
-    list2: Int64 = None
 
     @property
     def tiles(self):
@@ -113,27 +110,18 @@ def lanes_of(lengths, b, topk):
 class Tasks:
     """The tasks of a CTA: every ``ctas``-th, beginning with its own number."""
 
-    def __init__(self, p, wide, cta, ctas):
-        self.p, self.wide, self.cta, self.ctas = p, wide, cta, ctas
-        self.per_group = (p.h_q + 63) >> 6 if wide else (p.h_q + 7) >> 3
-        self.work = None if wide else Work(p)
-        groups = p.rows if wide else self.work.groups
-        self.count = divide_small(groups * self.per_group - cta + ctas - 1, ctas)
+    def __init__(self, p, cta, ctas):
+        self.p, self.cta, self.ctas = p, cta, ctas
+        self.per_group = (p.h_q + 7) >> 3
+        self.work = Work(p)
+        self.count = divide_small(self.work.groups * self.per_group - cta + ctas - 1, ctas)
 
     def task(self, i):
         """The i-th task of this CTA."""
-        p = self.p
         number = self.cta + i * self.ctas
         group = divide_small(number, self.per_group)
         lane0 = (number - group * self.per_group) << 6
-        if not self.wide:
-            return Task(group, lane0, ptx.ldg32_if(self.work.count(group), Int32(1), Int32(0)))
-        b = ptx.divide(group, p.magic_s, p.shift_s)
-        s = group - b * p.s_q
-        keys1, keys2 = lanes_of(p.len1, b, p.topk1), lanes_of(p.len2, b, p.topk2)
-        list1 = p.idx1 + (ptx.wide(b, p.idx1_b) + ptx.wide(s, p.idx1_s)) * 4
-        list2 = p.idx2 + (ptx.wide(b, p.idx2_b) + ptx.wide(s, p.idx2_s)) * 4
-        return Task(group, lane0, keys1 + keys2, keys1, list1, list2)
+        return Task(group, lane0, ptx.ldg32_if(self.work.count(group), Int32(1), Int32(0)))
 
 
 class Query:
@@ -142,14 +130,10 @@ class Query:
     def __init__(self, tasks, task, m):
         p = tasks.p
         lane = task.lane0 + m
-        if tasks.wide:
-            inside, self.head, row = Int32(0), lane, task.group
-            self.valid = ptx.less(lane, p.h_q)
-        else:
-            inside = divide_small(lane, p.h_q)
-            self.head = lane - inside * p.h_q
-            row = (task.group << 3) + inside
-            self.valid = ptx.less(inside, Int32(GROUP)) & ptx.less(row, p.rows)
+        inside = divide_small(lane, p.h_q)
+        self.head = lane - inside * p.h_q
+        row = (task.group << 3) + inside
+        self.valid = ptx.less(inside, Int32(GROUP)) & ptx.less(row, p.rows)
         self.member = ptx.pick32(self.valid, inside, Int32(0))
         row = ptx.pick32(self.valid, row, Int32(0))
         self.head = ptx.pick32(self.valid, self.head, Int32(0))

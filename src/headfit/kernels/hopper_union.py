@@ -1,12 +1,12 @@
 """The prepass of packing: which keys the rows of a group have between them, and whether packing the group pays.
 
 Belongs here: the kernel that writes the workspace ``work`` and the format of it. Launch one CTA a group of 8 rows,
-before ``hopper_packed.packed``, on the same stream; kernel A follows and takes the groups whose flag is 0 then.
+before ``hopper_packed.packed``, on the same stream; the native kernel follows and takes the groups whose flag is 0.
 
-Workspace, in int32 words, for G groups of a call and C = `capacity` entries: G flags (1: packed, 0: kernel A has to
-compute the rows; the packed kernel takes a 1 back where a key is not finite), G counts of union keys (0: not packed),
-then per group C pairs (slot, with the set as bit 31; mask of the rows that have it). Entries stand in the order of the
-first lane that names them: set, then row, then lane. So the same lists give the same bits.
+Workspace, in int32 words, for G groups of a call and C = `capacity` entries: G flags (1: packed, 0: the native kernel
+has to compute the rows; the packed kernel takes a 1 back where a key is not finite), G counts of union keys (0: not
+packed), then per group C pairs (slot, with the set as bit 31; mask of the rows that have it). Entries stand in the order
+of the first lane that names them: set, then row, then lane. So the same lists give the same bits.
 
 Not packed are: a row that lists a key twice, a union above a quarter of the rows' lanes or above ``CAPACITY_LIMIT``,
 lists of more than `LANES_LIMIT` lanes. Lists that do not overlap cost little: a sample of each row is looked up among

@@ -127,14 +127,6 @@ def ldg32_if(p, flag, other):
     return asm([Int32], [p, flag, other], code, "=&r,l,r,r")[0]
 
 
-def ldg64_if(p, flag, other):
-    """Two words where ``flag``, else ``other`` twice."""
-    code = (
-        "{ .reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, $4; mov.b32 $1, $4; @p ld.global.nc.v2.b32 {$0,$1}, [$2]; }"
-    )
-    return asm([Int32] * 2, [p, flag, other], code, "=&r,=&r,l,r,r")
-
-
 def ldg128_if(p, flag):
     """Four words where ``flag``, else zeros."""
     code = (
@@ -272,11 +264,6 @@ def prmt(a, b, selector):
 def shr(a, n):
     """Logical shift right by a constant."""
     return asm([Int32], [a], f"shr.u32 $0, $1, {n};", "=r,r", False)[0]
-
-
-def bit(a, i):
-    """Bit ``i`` of a."""
-    return asm([Int32], [a, i], "bfe.u32 $0, $1, $2, 1;", "=r,r,r", False)[0]
 
 
 # --- float32
