@@ -5,7 +5,7 @@ before ``hopper_packed.packed``, on the same stream; the native kernel follows a
 
 Workspace, in int32 words, for G groups of a call and C = `capacity` entries: G flags (1: packed, 0: the native kernel
 has to compute the rows; the packed kernel takes a 1 back where a key is not finite), G counts of union keys (0: not
-packed), then per group C pairs (slot, with the set as bit 31; mask of the rows that have it). Entries stand in the order
+packed), then per group C pairs (slot, with the set as bit 31; mask of the rows that have it). Entries stand in order
 of the first lane that names them: set, then row, then lane. So the same lists give the same bits.
 
 Not packed are: a row that lists a key twice, a union above a quarter of the rows' lanes or above ``CAPACITY_LIMIT``,
