@@ -134,7 +134,13 @@ with launch.terminate_as_exit():
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_ranks_end_with_their_parent(env, tmp_path, number):
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], env=env, stderr=subprocess.DEVNULL)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path)],
+        env=env,
+        stderr=subprocess.DEVNULL,
+        # a shell's background job ignores SIGINT, and its children with it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         assert until(lambda: all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in "01"))
         pids = [int((tmp_path / name).read_text()) for name in "01"]
