@@ -31,7 +31,7 @@ def merge() -> Traced:
         wait_for_shares()
         # Offsets in elements of peaks and totals; a share further is h_q further.
         first = (Int64(row) * Int64(p.splits)) * Int64(p.h_q) + Int64(head)
-        sink = load_if(p.sink + Int64(head) * 4, present(p.sink), Float32(NONE))
+        sink = load_if(p.sink + Int64(head) * 4, ptx.given(p.sink), Float32(NONE))
         peak = Float32(NONE)
         lane = thread & 31
         for i in cutlass.range(lane, p.splits, 32, unroll=1):
@@ -73,12 +73,6 @@ def load4_if(p, flag):
         "@p ld.global.v4.f32 {$0,$1,$2,$3}, [$4]; }"
     )
     return ptx.asm([Float32] * 4, [p, flag], code, "=&f,=&f,=&f,=&f,l,r,~{memory}")
-
-
-def present(pointer):
-    """1 where the pointer is not 0."""
-    code = "{ .reg .pred p; setp.ne.s64 p, $1, 0; selp.s32 $0, 1, 0, p; }"
-    return ptx.asm([Int32], [pointer], code, "=r,l", False)[0]
 
 
 def not_zero(x):

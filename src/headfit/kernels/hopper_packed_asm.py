@@ -6,7 +6,7 @@ belong here: layouts and decisions (``hopper_packed*.py``).
 
 # mypy: ignore-errors
 
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import scf
 
@@ -27,17 +27,6 @@ def loop(begin, end, state, body):
     return [k(v) for k, v in zip(kinds, op.results, strict=True)]
 
 
-def choose(flag, state, block):
-    """``block(state)`` where ``flag`` is not 0, else ``state`` as it is; uniform over the warp or wider."""
-    kinds = [type(v) for v in state]
-    op = scf.IfOp((flag != 0).ir_value(), [k.mlir_type for k in kinds], has_else=True)
-    with ir.InsertionPoint(op.then_block):
-        scf.yield_([v.ir_value() for v in block(state)])
-    with ir.InsertionPoint(op.else_block):
-        scf.yield_([v.ir_value() for v in state])
-    return [k(v) for k, v in zip(kinds, op.results, strict=True)]
-
-
 def either(flag, state, yes, no):
     """``yes(state)`` where ``flag`` is not 0, else ``no(state)``; uniform over the warp or wider."""
     kinds = [type(v) for v in state]
@@ -46,6 +35,11 @@ def either(flag, state, yes, no):
         with ir.InsertionPoint(block):
             scf.yield_([v.ir_value() for v in branch(state)])
     return [k(v) for k, v in zip(kinds, op.results, strict=True)]
+
+
+def choose(flag, state, block):
+    """``block(state)`` where ``flag`` is not 0, else ``state`` as it is; uniform over the warp or wider."""
+    return either(flag, state, block, lambda same: same)
 
 
 def again(x):
@@ -96,24 +90,9 @@ def stmatrix4(a, v):
     asm([], [a, *v], code, "r,r,r,r,r,~{memory}")
 
 
-def words_of(x):
-    """Low and high word of 64 bits."""
-    return asm([Int32] * 2, [x], "mov.b64 {$0,$1}, $2;", "=r,=r,l", False)
-
-
-def long_of(low, high):
-    """64 bits of two words."""
-    return asm([Int64], [low, high], "mov.b64 $0, {$1,$2};", "=l,r,r", False)[0]
-
-
 def greater(a, b):
     """``a > b`` of float32, false for NaN."""
     return asm([Int32], [a, b], "{ .reg .pred p; setp.gt.f32 p, $1, $2; selp.s32 $0, 1, 0, p; }", "=r,f,f", False)[0]
-
-
-def divide_small(n, d):
-    """``n / d``, unsigned; tens of instructions, for what is done once a task."""
-    return asm([Int32], [n, d], "div.u32 $0, $1, $2;", "=r,r,r", False)[0]
 
 
 def shift_right(a, n):
@@ -157,11 +136,6 @@ def close_copies():
 def wait_copies():
     """Wait for all of this thread's groups of copies."""
     asm([], [], "cp.async.wait_group 0;", "~{memory}")
-
-
-def arrive_when_copied(barrier):
-    """Arrive at a barrier when this thread's ``copy16_async`` are done."""
-    asm([], [barrier], "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", "r,~{memory}")
 
 
 def store16(a, v, off):

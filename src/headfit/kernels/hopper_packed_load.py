@@ -64,7 +64,7 @@ class Loader:
         number = ptx.divide(index, magic, shift)
         offset = index - number * page
         kv_low, kv_high, stride_low, stride_high = ptx.lds128(table)
-        begin = pasm.long_of(kv_low, kv_high) + ptx.wide(number, pasm.long_of(stride_low, stride_high))
+        begin = ptx.address(kv_low, kv_high) + ptx.wide(number, ptx.address(stride_low, stride_high))
         scales = begin + ptx.wide(page, Int64(ROW_BYTES)) + ptx.wide(offset, Int64(8))
         row = begin + ptx.wide(offset, Int64(ROW_BYTES))
         return row, ptx.at(scales, Int32(4 * self.half)), ptx.within(index, slots)
@@ -161,7 +161,7 @@ class Loader:
         for i in range(16):
             to = target + (i >> 1) * at.BLOCK_BYTES
             pasm.copy16_async(to ^ 64 if i & 1 else to, source + Int64(64 * i), size)
-        pasm.arrive_when_copied(self.base + at.Q_FULL)
+        ptx.mbarrier_arrive_after_copies(self.base + at.Q_FULL)
 
     def run_task(self, task, first_tile, number):
         """All tiles of a task, and its queries. Carried: scales and words of the first key."""

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from cutlass import Int32, Int64
 
 from headfit.kernels import ptx
-from headfit.kernels.hopper_packed_asm import divide_small, words_of
 
 GROUP = 8  # rows that share a union of keys: always, whatever the heads, so that a head's bits do not depend on them
 LANES = 64  # of M
@@ -53,7 +52,7 @@ def write_sets(p, base, flag):
 
     def write():
         for i, (kv, stride, *numbers) in enumerate(sets):
-            ptx.sts128(base + SETS + 32 * i, [*words_of(kv), *words_of(stride)])
+            ptx.sts128(base + SETS + 32 * i, [*ptx.words(kv), *ptx.words(stride)])
             ptx.sts128(base + SETS + 32 * i + 16, numbers)
 
     ptx.when(flag, write)
@@ -114,12 +113,12 @@ class Tasks:
         self.p, self.cta, self.ctas = p, cta, ctas
         self.per_group = (p.h_q + 7) >> 3
         self.work = Work(p)
-        self.count = divide_small(self.work.groups * self.per_group - cta + ctas - 1, ctas)
+        self.count = ptx.quotient(self.work.groups * self.per_group - cta + ctas - 1, ctas)
 
     def task(self, i):
         """The i-th task of this CTA."""
         number = self.cta + i * self.ctas
-        group = divide_small(number, self.per_group)
+        group = ptx.quotient(number, self.per_group)
         lane0 = (number - group * self.per_group) << 6
         return Task(group, lane0, ptx.ldg32_if(self.work.count(group), Int32(1), Int32(0)))
 
@@ -130,7 +129,7 @@ class Query:
     def __init__(self, tasks, task, m):
         p = tasks.p
         lane = task.lane0 + m
-        inside = divide_small(lane, p.h_q)
+        inside = ptx.quotient(lane, p.h_q)
         self.head = lane - inside * p.h_q
         row = (task.group << 3) + inside
         self.valid = ptx.less(inside, Int32(GROUP)) & ptx.less(row, p.rows)
