@@ -1,6 +1,6 @@
 """How the keys of a tile get into shared memory: index, address, scales, bulk copies; for the native-width kernel.
 
-Belongs here: everything that knows a row's lists and the cache's bytes.
+Belongs here: who looks up which key when, and what is copied where.
 
 Looking up is done by two warps a tile, in turn: one lane a key. They leave 64 addresses in shared memory and send for
 the scales; then each of the eight warps has 8 of the 64 rows copied, four of the first half
@@ -16,8 +16,8 @@ from cutlass import Int32, Int64
 
 from headfit.kernels import ptx
 from headfit.kernels.hopper_native_tile import PITCH, SCALES
+from headfit.kernels.hopper_rows import ROW_BYTES, RowLists, caches
 
-ROW_BYTES = 576
 ZERO_ROWS = 256  # of 576 bytes behind the parameter `zeros`; then 7 scale bytes of 120, as good as any, and 255
 RECORD = 48  # bytes
 TURNS = 4  # pairs of warps that look up tiles in turn
@@ -40,41 +40,21 @@ class Keys:
     def open(self, row, split, thread):
         """Write the records (thread 0 does); returns the number of tiles. A barrier must follow."""
         p = self.p
-        b = ptx.divide(row, p.magic_s, p.shift_s)
-        s = row - b * p.s_q
-        lanes = [_lanes(p.len1, b, p.topk1), _lanes(p.len2, b, p.topk2)]
+        lists = RowLists(p, row)
+        lanes = lists.lanes
         tiles = [(n + 63) >> 6 for n in lanes]
         each = ptx.quotient(tiles[0] + tiles[1] + p.splits - 1, p.splits)
         begin = split * each
         count = ptx.max32(ptx.min32(each, tiles[0] + tiles[1] - begin), Int32(0))
         before = tiles[0] - begin  # tiles of this share in the first list; negative: it begins so far into the second
-        first = p.idx1 + (ptx.wide(b, p.idx1_b) + ptx.wide(s, p.idx1_s)) * 4
-        second = p.idx2 + (ptx.wide(b, p.idx2_b) + ptx.wide(s, p.idx2_s)) * 4
-        sets = (
-            (
-                ptx.at(first, begin * 256),
-                lanes[0] - begin * 64,
-                p.kv1,
-                p.page_stride1,
-                p.magic1,
-                p.shift1,
-                p.page1,
-                p.slots1,
-            ),
-            (
-                ptx.at(second, before * -256),
-                lanes[1] + before * 64,
-                p.kv2,
-                p.page_stride2,
-                p.magic2,
-                p.shift2,
-                p.page2,
-                p.slots2,
-            ),
-        )
+        first, second = lists.places()
+        starts = [
+            (ptx.at(first, begin * 256), lanes[0] - begin * 64),
+            (ptx.at(second, before * -256), lanes[1] + before * 64),
+        ]
 
         def write():
-            for i, (place, lanes_end, kv, stride, *numbers) in enumerate(sets):
+            for i, ((place, lanes_end), (kv, stride, numbers)) in enumerate(zip(starts, caches(p), strict=True)):
                 record = self.f.lists + RECORD * i
                 ptx.sts128(record, [*ptx.words(place), lanes_end, before])
                 ptx.sts128(record, [*ptx.words(kv), *ptx.words(stride)], 16)
@@ -139,9 +119,3 @@ class Keys:
         sources = self.f.sources + parity * self.f.size.source_bytes + self.wid * 32
         target = self.f.raw + self.wid * 4 * PITCH
         ptx.copy_four_rows(sources, 256 * half, target + half * 32 * PITCH, self.f.full + parity * 8, ROW_BYTES, PITCH)
-
-
-def _lanes(lengths, b, topk):
-    """clamp(length, 0, topk), or topk where there are no lengths."""
-    n = ptx.ldg32_if(lengths + ptx.wide(b, Int64(4)), ptx.given(lengths), topk)
-    return ptx.min32(ptx.max32(n, Int32(0)), topk)

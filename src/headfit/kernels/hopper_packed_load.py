@@ -13,8 +13,8 @@ from cutlass import Int32, Int64
 from headfit.kernels import hopper_packed_asm as pasm
 from headfit.kernels import hopper_packed_place as at
 from headfit.kernels import ptx
+from headfit.kernels.hopper_rows import ROW_BYTES
 
-ROW_BYTES = 576
 ROPE = 448  # byte of a row at which its bf16 dims begin
 PLAIN_SCALE = 134  # largest scale byte that one factor can hold, see `factor_of`
 FINITE_SCALE = 220  # a larger one may give infinities

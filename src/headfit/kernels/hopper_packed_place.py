@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from cutlass import Int32, Int64
 
 from headfit.kernels import ptx
+from headfit.kernels.hopper_rows import caches
 
 GROUP = 8  # rows that share a union of keys: always, whatever the heads, so that a head's bits do not depend on them
 LANES = 64  # of M
@@ -45,13 +46,9 @@ CAPACITY_LIMIT = 1536  # union keys of a group, at most
 
 def write_sets(p, base, flag):
     """What differs between the key sets, where the loading threads look it up."""
-    sets = (
-        (p.kv1, p.page_stride1, p.magic1, p.shift1, p.page1, p.slots1),
-        (p.kv2, p.page_stride2, p.magic2, p.shift2, p.page2, p.slots2),
-    )
 
     def write():
-        for i, (kv, stride, *numbers) in enumerate(sets):
+        for i, (kv, stride, numbers) in enumerate(caches(p)):
             ptx.sts128(base + SETS + 32 * i, [*ptx.words(kv), *ptx.words(stride)])
             ptx.sts128(base + SETS + 32 * i + 16, numbers)
 
@@ -98,12 +95,6 @@ class Task:
     def tiles(self):
         """Tiles of keys; one without keys where the row has none, so that its output is written."""
         return ptx.max32((self.keys + TILE - 1) >> 6, Int32(1))
-
-
-def lanes_of(lengths, b, topk):
-    """clamp(length, 0, topk), or topk where there are no lengths."""
-    n = ptx.ldg32_if(lengths + ptx.wide(b, Int64(4)), ptx.given(lengths), topk)
-    return ptx.min32(ptx.max32(n, Int32(0)), topk)
 
 
 class Tasks:

@@ -24,6 +24,7 @@ from headfit.kernels import hopper_packed_place as at
 from headfit.kernels import hopper_union_asm as uasm
 from headfit.kernels import ptx
 from headfit.kernels.hopper_params import Params, Traced
+from headfit.kernels.hopper_rows import RowLists
 
 THREADS = 256  # a warp a row
 SLOTS = 2048  # of the hash table: never full, so that a search ends
@@ -84,13 +85,10 @@ class Lists:
         self.p = p
         here = ptx.less(row, p.rows)
         row = ptx.pick32(here, row, Int32(0))
-        b = ptx.divide(row, p.magic_s, p.shift_s)
-        s = row - b * p.s_q
-        lanes1, lanes2 = at.lanes_of(p.len1, b, p.topk1), at.lanes_of(p.len2, b, p.topk2)
-        self.lanes1 = ptx.pick32(here, lanes1, Int32(0))
-        self.lanes = ptx.pick32(here, lanes1 + lanes2, Int32(0))
-        self.list1 = p.idx1 + (ptx.wide(b, p.idx1_b) + ptx.wide(s, p.idx1_s)) * 4
-        self.list2 = p.idx2 + (ptx.wide(b, p.idx2_b) + ptx.wide(s, p.idx2_s)) * 4
+        lists = RowLists(p, row)
+        self.lanes1 = ptx.pick32(here, lists.lanes[0], Int32(0))
+        self.lanes = ptx.pick32(here, lists.lanes[0] + lists.lanes[1], Int32(0))
+        self.list1, self.list2 = lists.places()
 
     def key(self, lane):
         """Slot of a lane with the set as bit 31, and the lane within its set; -1 for a lane without a key."""
