@@ -8,7 +8,6 @@ what can be read off a binary. Does not belong here: launches, or settings (``ke
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from headfit import arch as archs
+from headfit.binaries import faults, put_figures, unwritten_reads
 from headfit.kernels import common, configs
 from headfit.kernels import triton as backend
 from headfit.kernels.merge import sparse_mla_merge
@@ -153,43 +153,13 @@ def _run(command: Sequence[str]) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
-def unwritten_reads(sass: str) -> list[str]:
-    """Uniform registers of a Hopper binary that are read before, in program order, anything writes them.
-
-    The first pass through a loop then computes with whatever they hold. Code here has no forward branch over a write
-    that matters, so program order is the order of a first pass.
-    """
-    written: set[int] = set()
-    bad = []
-    for line in sass.splitlines():
-        found = re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?);", line)
-        if found is None:
-            continue
-        operation, arguments = found.groups()
-        first, _, rest = arguments.partition(",")
-        writes = operation.startswith(("U", "R2UR", "S2UR", "LDCU", "VOTEU")) and re.fullmatch(r"UR\d+", first.strip())
-        reads = rest if writes else arguments
-        wanted = {int(r) + i for r in re.findall(r"gdesc\[UR(\d+)\]", reads) for i in range(4)}
-        wanted |= {int(r) for r in re.findall(r"(?<!gdesc\[)\bUR(\d+)\b", reads)}
-        bad += [f"{line.strip()}  # UR{r}" for r in sorted(wanted - written)]
-        if writes:
-            width = 4 if ".128" in operation else 2 if ".64" in operation or ".WIDE" in operation else 1
-            written |= {int(first.strip()[2:]) + i for i in range(width)}
-    return bad
-
-
 def problems(variant: Variant, resources: Resources) -> list[str]:
     """What forbids to ship this binary."""
     found = []
     illegal = None if variant.kernel == "merge" else configs.why_illegal(variant.config, variant.arch)
     if illegal is not None:
         found.append(illegal)
-    if resources.stack:
-        found.append(f"spills: a stack of {resources.stack} B")
-    if resources.shared > variant.arch.shared_bytes:
-        found.append(f"{resources.shared} B of shared memory, {variant.arch.name} has {variant.arch.shared_bytes}")
-    if resources.unwritten:
-        found.append(f"ptxas reads {resources.unwritten} uniform registers that nothing wrote")
+    found += faults(variant.arch, resources.stack, resources.shared, resources.unwritten)
     return [f"{variant.name}: {text}" for text in found]
 
 
@@ -212,10 +182,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{variant.name:44} {resources.registers:4} registers {resources.stack:4} B stack "
               f"{resources.shared:7} B shared", flush=True)  # fmt: skip
     if arguments.write is not None:
-        known = json.loads(arguments.write.read_text()) if arguments.write.exists() else {}
-        version = ".".join(triton.__version__.split(".")[:2])
-        known[version] = known.get(version, {}) | table
-        arguments.write.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+        put_figures(arguments.write, ".".join(triton.__version__.split(".")[:2]), table)
     print(*bad, sep="\n", file=sys.stderr)
     return 1 if bad else 0
 

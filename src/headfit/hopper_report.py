@@ -8,8 +8,6 @@ forbids to ship one. Does not belong here: compiling (``kernels/hopper_build.py`
 from __future__ import annotations
 
 import argparse
-import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -17,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headfit import arch as archs
+from headfit.binaries import faults, put_figures, unwritten_reads
 from headfit.kernels import hopper, hopper_build
 from headfit.kernels.hopper_build import Binary, Spec
 
@@ -34,7 +33,7 @@ class Resources:
     """What one CTA of a binary takes. ``stack`` above 0: registers are spilled. ``ctas``: how many an SM holds.
 
     From the disassembly, None where there is no nvdisasm: ``fences``, waits and fences of the matrix unit (they double
-    where ptxas runs the products one after another); ``unwritten``, as in ``compile_report``.
+    where ptxas runs the products one after another); ``unwritten``, as in ``binaries``.
     """
 
     registers: int
@@ -54,12 +53,7 @@ def resources(binary: Binary) -> Resources:
     sass = _disassembly(binary.image)
     fences = unwritten = None
     if sass is not None:
-        from headfit.compile_report import unwritten_reads
-
-        fences = sass.count(" WARPGROUP.")
-        unwritten = len(
-            unwritten_reads(re.sub(r"ELECT U?P\w+, (UR\d+), PT", r"UMOV \1, 0x0", sass))
-        )  # it writes that one
+        fences, unwritten = sass.count(" WARPGROUP."), len(unwritten_reads(sass))
     return Resources(binary.registers, binary.stack, binary.shared, binary.threads, ctas, fences, unwritten)
 
 
@@ -78,13 +72,7 @@ def _disassembly(image: bytes) -> str | None:
 
 def problems(spec: Spec, found: Resources) -> list[str]:
     """What forbids to ship this binary."""
-    bad = []
-    if found.stack > SPILLED.get(spec.name, 0):
-        bad.append(f"spills: a stack of {found.stack} B")
-    if found.shared > CHIP.shared_bytes:
-        bad.append(f"{found.shared} B of shared memory, {CHIP.name} has {CHIP.shared_bytes}")
-    if found.unwritten:
-        bad.append(f"ptxas reads {found.unwritten} uniform registers that nothing wrote")
+    bad = faults(CHIP, found.stack, found.shared, found.unwritten, SPILLED.get(spec.name, 0))
     return [f"{spec.name}: {text}" for text in bad]
 
 
@@ -114,10 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{spec.name:24} {found.registers:4} registers {found.stack:4} B stack {found.shared:7} B shared "
               f"{found.ctas:3} CTAs an SM {found.fences!s:>5} fences", flush=True)  # fmt: skip
     if arguments.write is not None:
-        known = json.loads(arguments.write.read_text()) if arguments.write.exists() else {}
-        version = str(hopper_build.dsl_version())
-        known[version] = known.get(version, {}) | table
-        arguments.write.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+        put_figures(arguments.write, str(hopper_build.dsl_version()), table)
     print(*bad, sep="\n", file=sys.stderr)
     return 1 if bad else 0
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -25,6 +23,7 @@ from headfit.call import SparseCall
 from headfit.capability import Capability
 from headfit.kernels import configs, cubin, hopper_abi, hopper_build
 from headfit.kernels.hopper_build import Spec
+from headfit.kernels.recording import Recorder
 
 KEYS: Final = 64  # of a tile
 CHIP: Final = (9, 0)
@@ -56,7 +55,8 @@ WORK_BYTES: Final = configs.WORKSPACE_BYTES  # rows whose workspace would be lar
 ZEROS: Final = 256 * 576  # bytes: rows that lanes without a key copy, with 8 scale bytes behind them (hopper_keys)
 _buffer = hopper_abi.Buffer()
 _zeros: dict[int, Tensor] = {}
-_recorders: list[list[str]] = []
+_launched = Recorder()
+record_variants = _launched.listen  # a context manager that yields the names
 _log = logging.getLogger("headfit")
 
 
@@ -169,17 +169,6 @@ def capability(compute_capability: tuple[int, int] | None = None) -> Capability:
     )
 
 
-@contextmanager
-def record_variants() -> Iterator[list[str]]:
-    """Collect the name of each binary launched inside the block."""
-    names: list[str] = []
-    _recorders.append(names)
-    try:
-        yield names
-    finally:
-        _recorders.remove(names)
-
-
 def plan(call: SparseCall, arch: archs.Arch) -> Plan:
     """The launches of a call, from its shapes, the chip and ``HEADFIT_PACKING`` alone."""
     b, s_q, h_q, _ = call.q.shape
@@ -224,8 +213,7 @@ def split_count(rows: int, tiles: int, sms: int) -> int:
 def run(call: SparseCall) -> None:
     """Launch the kernels of one checked call on the current stream."""
     chosen = plan(call, archs.current(call.q.device))
-    for names in _recorders:
-        names.extend(spec.name for spec in chosen.specs)
+    _launched.add(lambda: [spec.name for spec in chosen.specs])
     device = call.q.device.index
     if device == torch.cuda.current_device():
         _launch(call, chosen, device)

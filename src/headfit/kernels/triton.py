@@ -9,8 +9,7 @@ layout and alignment makes another binary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import log2
 from typing import Any
@@ -23,6 +22,7 @@ from headfit.call import KeySet, SparseCall
 from headfit.capability import Capability
 from headfit.kernels import common, configs
 from headfit.kernels.merge import sparse_mla_merge
+from headfit.kernels.recording import Recorder
 from headfit.kernels.triton_decode import sparse_mla_split
 from headfit.kernels.triton_prefill import sparse_mla_prefill
 
@@ -35,7 +35,8 @@ LAYOUTS = {  # (layout, d_qk) -> what the device code calls it
 INTERPRETED = not hasattr(sparse_mla_prefill, "device_caches")  # decorated under TRITON_INTERPRET=1
 LOG2_E = 1.4426950408889634
 MERGE_WARPS = 4  # 128 threads x 4 dims: a warp reads 512 B of a share at once
-_recorders: list[list[str]] = []
+_launched = Recorder()
+record_variants = _launched.listen  # a context manager that yields the names
 
 
 @dataclass(frozen=True)
@@ -81,17 +82,6 @@ def capability(compute_capability: tuple[int, int] | None = None) -> Capability:
     """Every head count from 1 to 128, in one family for all row counts."""
     heads = range(1, 129)
     return Capability("triton", compute_capability, 0, heads, heads, sources={"heads": "headfit's own kernels"})
-
-
-@contextmanager
-def record_variants() -> Iterator[list[str]]:
-    """Collect the name of each binary launched inside the block."""
-    names: list[str] = []
-    _recorders.append(names)
-    try:
-        yield names
-    finally:
-        _recorders.remove(names)
 
 
 def plan(call: SparseCall, arch: archs.Arch) -> Plan:
@@ -154,8 +144,7 @@ def run(call: SparseCall) -> None:
     """Launch the kernels of one checked call on the current stream."""
     arch = archs.current(call.q.device)
     chosen = plan(call, arch)
-    for names in _recorders:
-        names.append(chosen.variant)
+    _launched.add(lambda: [chosen.variant])
     guard = torch.cuda.device(call.q.device) if call.q.device.type == "cuda" else nullcontext()
     with guard:
         if chosen.splits:

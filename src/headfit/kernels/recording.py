@@ -1,0 +1,28 @@
+"""Which binaries a backend launches, for tests and reports: one recorder a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+
+class Recorder:
+    """Collects names while somebody listens."""
+
+    def __init__(self) -> None:
+        self._listening: list[list[str]] = []
+
+    @contextmanager
+    def listen(self) -> Iterator[list[str]]:
+        """Collect the name of each binary launched inside the block."""
+        names: list[str] = []
+        self._listening.append(names)
+        try:
+            yield names
+        finally:
+            self._listening.remove(names)
+
+    def add(self, names: Callable[[], Iterable[str]]) -> None:
+        """Binaries are being launched; ``names`` is called only where somebody listens, for this is a hot path."""
+        for heard in self._listening:
+            heard.extend(names())
