@@ -35,7 +35,7 @@ PACKAGE: Final = "nvidia-cutlass-dsl"
 OLDEST: Final = Version("4.8.1")  # the first whose options and dumps are as used here
 REMEDY: Final = "pip install 'headfit[hopper]'"
 ARCH: Final = "sm_90a"
-SOURCES: Final = ("hopper_*.py", "ptx.py")  # of this folder: whatever may be traced
+SOURCES: Final = ("hopper_*.py", "ptx*.py")  # of this folder: whatever may be traced
 _log = logging.getLogger("headfit")
 _lock = threading.Lock()  # the DSL traces into state of the process
 

@@ -14,7 +14,7 @@ neutral ones.
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from headfit.kernels import ptx
+from headfit.kernels import ptx, ptx_async
 from headfit.kernels.hopper_native_tile import PITCH, SCALES
 from headfit.kernels.hopper_rows import ROW_BYTES, RowLists, caches
 
@@ -106,10 +106,10 @@ class Keys:
             source = ptx.pick64(valid, begin + ptx.wide(offset, Int64(ROW_BYTES)), nothing)
             ptx.sts64(f.sources + parity * f.size.source_bytes + key * 8, ptx.words(source))
             scales = ptx.pick64(valid, scales, p.zeros + Int64(ZERO_ROWS * ROW_BYTES))
-            ptx.copy_async8(f.raw + key * PITCH + SCALES + parity * 8, scales, 8 - valid)
+            ptx_async.copy_async8(f.raw + key * PITCH + SCALES + parity * 8, scales, 8 - valid)
             full = f.full + parity * 8
-            ptx.mbarrier_arrive_after_copies(full)
-            ptx.mbarrier_expect_if(full, Int32(32 * ROW_BYTES), ptx.leader())
+            ptx_async.mbarrier_arrive_after_copies(full)
+            ptx_async.mbarrier_expect_if(full, Int32(32 * ROW_BYTES), ptx.leader())
             self.send_index(it + TURNS, end)
 
         ptx.when(self.turn(it, end), find)
@@ -118,4 +118,6 @@ class Keys:
         """Send for four rows of a half, from the addresses in shared memory."""
         sources = self.f.sources + parity * self.f.size.source_bytes + self.wid * 32
         target = self.f.raw + self.wid * 4 * PITCH
-        ptx.copy_four_rows(sources, 256 * half, target + half * 32 * PITCH, self.f.full + parity * 8, ROW_BYTES, PITCH)
+        ptx_async.copy_four_rows(
+            sources, 256 * half, target + half * 32 * PITCH, self.f.full + parity * 8, ROW_BYTES, PITCH
+        )

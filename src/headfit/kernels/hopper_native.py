@@ -15,7 +15,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from headfit.kernels import ptx
+from headfit.kernels import ptx, ptx_async
 from headfit.kernels.hopper_keys import ARRIVALS, Keys
 from headfit.kernels.hopper_native_tile import PITCH, THREADS, permuted, tile
 from headfit.kernels.hopper_params import Params, Traced
@@ -368,14 +368,14 @@ def begin_row(f, p, r, tid):
     end = f.keys.open(unit * f.size.rows + r, ptx.block_y(), tid)
     starts = ptx.equal(tid, Int32(0))
     for barrier, count in ((f.full, ARRIVALS), (f.full + 8, ARRIVALS), (f.first_half_free, 8), (f.second_half_free, 8)):
-        ptx.mbarrier_init_if(barrier, count, starts)
-    ptx.mbarrier_init_done()
+        ptx_async.mbarrier_init_if(barrier, count, starts)
+    ptx_async.mbarrier_init_done()
     ptx.when(starts, lambda: ptx.sts32(f.unusual, Int32(0)))
     chunks = fetch_queries(f, p, Place(p, f.size, r))
     ptx.sync(THREADS)
     first_tile(f.keys, end, Int32(0))
     store_queries(f, p, chunks, False)
-    ptx.fence_async()
+    ptx_async.fence_async()
     ptx.sync(THREADS)
     return end
 
@@ -383,7 +383,7 @@ def begin_row(f, p, r, tid):
 def begin_again(f, p, r, end):
     """Queries as they are and the first tile, for the second pass; the barriers go on from the first."""
     store_queries(f, p, fetch_queries(f, p, Place(p, f.size, r)), True)
-    ptx.fence_async()
+    ptx_async.fence_async()
     first_tile(f.keys, end, end)
     ptx.sync(THREADS)
 
@@ -393,7 +393,7 @@ def end_row(f, tid):
     if f.size.rows > 1:
         ptx.sync(THREADS)
         for i in range(4):
-            ptx.mbarrier_end_if(f.full + 8 * i, ptx.equal(tid, Int32(0)))
+            ptx_async.mbarrier_end_if(f.full + 8 * i, ptx.equal(tid, Int32(0)))
 
 
 def leave_packed(p, size):

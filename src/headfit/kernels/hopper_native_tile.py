@@ -24,7 +24,7 @@ two per head), with the group's scale in float32.
 
 from cutlass import Float32, Int32
 
-from headfit.kernels import ptx
+from headfit.kernels import ptx, ptx_async
 
 PITCH = 592  # bytes between rows in shared memory: 576 of the row, 2 x 8 for the scales of this tile and the next
 SCALES = 576
@@ -127,15 +127,15 @@ def partial_logits(f, wg, words0, words1):
         fragments, kind = key_fragments(f, group, words, half)
         if half and i < 3:
             words = key_words(f, group + 1)
-        ptx.wgmma_fence()
+        ptx_async.wgmma_fence()
         for s in range(2):
             place = group * f.size.group_bytes + 64 * half + 32 * s
-            acc = ptx.wgmma(acc, fragments[s], f.q_descriptor, place, kind, k == 0 and s == 0)
-        ptx.wgmma_commit()
+            acc = ptx_async.wgmma(acc, fragments[s], f.q_descriptor, place, kind, k == 0 and s == 0)
+        ptx_async.wgmma_commit()
         if not half:
-            ptx.wgmma_wait(0)
+            ptx_async.wgmma_wait(0)
             continue
-        acc = ptx.wgmma_wait_for(0, acc)
+        acc = ptx_async.wgmma_wait_for(0, acc)
         if group < 7:
             acc = rescaled(acc, [ptx.as_float(scale_bits(w, i)) for w in steps])
     return acc
@@ -155,11 +155,11 @@ def partial_logits_any(f, wg, words0, words1):
         for s, fragment in enumerate(fragments):
             if kind == "f16":
                 fragment = [ptx.f16_to_bf16(x, scales[j & 1]) for j, x in enumerate(fragment)]
-            ptx.wgmma_fence()
+            ptx_async.wgmma_fence()
             place = group * f.size.group_bytes + 64 * half + 32 * s
-            acc = ptx.wgmma(acc, fragment, f.q_descriptor, place, "bf16", k == 0 and s == 0)
-            ptx.wgmma_commit()
-            acc = ptx.wgmma_wait_for(0, acc)
+            acc = ptx_async.wgmma(acc, fragment, f.q_descriptor, place, "bf16", k == 0 and s == 0)
+            ptx_async.wgmma_commit()
+            acc = ptx_async.wgmma_wait_for(0, acc)
     return acc
 
 
@@ -203,7 +203,7 @@ def put_weights(f, wg, p, own, any_scale):
         for g in range(7):
             factor = weight_factor(shifted[g // 4], g % 4)
             ptx.stmatrix_trans(place, [ptx.mul_f16x2(h, factor) for h in halves], g * stride)
-    ptx.fence_async()
+    ptx_async.fence_async()
 
 
 def weights(f, wg, state, s, own, present, any_scale):
@@ -313,26 +313,26 @@ def add_values(f, wg, more, state, any_scale):
         group = 4 * wg + i
         for batch in [(0,), (1,)] if any_scale else [(0, 1)]:
             fragments = [value_fragment(group, words, s, any_scale) for s in batch]
-            ptx.wgmma_fence()
+            ptx_async.wgmma_fence()
             for s, (fragment, kind) in zip(batch, fragments, strict=True):
                 place = group * f.size.group_bytes + half * 64 + 32 * s
-                acc[i] = ptx.wgmma(acc[i], fragment, f.p_descriptor, place, kind)
-            ptx.wgmma_commit()
+                acc[i] = ptx_async.wgmma(acc[i], fragment, f.p_descriptor, place, kind)
+            ptx_async.wgmma_commit()
             if any_scale:
-                ptx.wgmma_wait(0)
+                ptx_async.wgmma_wait(0)
         if k + 1 < len(steps):
             words = value_words(f, 4 * wg + steps[k + 1][0], steps[k + 1][1])
-            ptx.wgmma_wait(0)
+            ptx_async.wgmma_wait(0)
         if k == 3:
-            ptx.mbarrier_arrive_if(f.first_half_free, ptx.leader())
+            ptx_async.mbarrier_arrive_if(f.first_half_free, ptx.leader())
         if k == 4:
-            ptx.mbarrier_wait(f.first_half_free, parity)
+            ptx_async.mbarrier_wait(f.first_half_free, parity)
             ptx.when(more, lambda: f.keys.copy(0, parity ^ 1))
-    ptx.mbarrier_arrive_if(f.second_half_free, ptx.leader())
-    done = ptx.wgmma_wait_for(0, [v for i in range(4) for v in acc[i]])
+    ptx_async.mbarrier_arrive_if(f.second_half_free, ptx.leader())
+    done = ptx_async.wgmma_wait_for(0, [v for i in range(4) for v in acc[i]])
     for k in range(4 * n):
         state.acc[k] = done[k]
-    ptx.mbarrier_wait(f.second_half_free, parity)
+    ptx_async.mbarrier_wait(f.second_half_free, parity)
     ptx.when(more, lambda: f.keys.copy(1, parity ^ 1))
 
 
@@ -343,7 +343,7 @@ def tile(f, wg, it, end, before, state, any_scale):
     f.parity = count & 1
     if f.size.early_lookup:
         f.keys.locate(it + 1, end, f.parity ^ 1)
-    ptx.mbarrier_wait(f.full + f.parity * 8, (count >> 1) & 1)
+    ptx_async.mbarrier_wait(f.full + f.parity * 8, (count >> 1) & 1)
     if not f.size.early_lookup:
         f.keys.locate(it + 1, end, f.parity ^ 1)
     row = f.rows - ((ptx.lane() & 3) << 4) + f.parity * 8

@@ -15,7 +15,7 @@ from cutlass import Int32
 
 from headfit.kernels import hopper_packed_asm as pasm
 from headfit.kernels import hopper_packed_place as at
-from headfit.kernels import ptx
+from headfit.kernels import ptx, ptx_async
 from headfit.kernels.hopper_packed_compute import Frame
 from headfit.kernels.hopper_packed_compute import run_task as compute_task
 from headfit.kernels.hopper_packed_load import Loader
@@ -59,8 +59,8 @@ def start_barriers(base, flag):
         (at.Q_FULL, 1, 256), (at.Q_EMPTY, 1, 8),
     ):  # fmt: skip
         for i in range(number):
-            ptx.mbarrier_init_if(base + place + 8 * i, warps, flag)
-    ptx.mbarrier_init_done()
+            ptx_async.mbarrier_init_if(base + place + 8 * i, warps, flag)
+    ptx_async.mbarrier_init_done()
 
 
 def load(p, tasks, base, half, tid, wid, lane):

@@ -14,7 +14,7 @@ from cutlass import Float32, Int32, Int64
 
 from headfit.kernels import hopper_packed_asm as pasm
 from headfit.kernels import hopper_packed_place as at
-from headfit.kernels import ptx
+from headfit.kernels import ptx, ptx_async
 
 MINUS_INF, PLUS_INF = float("-inf"), float("inf")
 SLACK = 8.0  # log2: how far a score may exceed the maximum it is relative to
@@ -45,21 +45,21 @@ class Frame:
 
     def release(self, it):
         """This warpgroup's half of tile ``it`` is read."""
-        ptx.mbarrier_arrive_if(self.base + at.EMPTY + (it & 1) * 16 + self.wg * 8, self.leader)
+        ptx_async.mbarrier_arrive_if(self.base + at.EMPTY + (it & 1) * 16 + self.wg * 8, self.leader)
 
     def wait_released(self, it):
         """The other warpgroup has read tile ``it``, and with it that tile's weights."""
         place = self.base + at.EMPTY + (it & 1) * 16 + 8 - self.wg * 8
-        ptx.mbarrier_wait(place, (it >> 1) & 1)
+        ptx_async.mbarrier_wait(place, (it >> 1) & 1)
 
 
 def scores(f, it):
     """q k^T of a tile, under way when this returns."""
     stage, phase = it & 1, (it >> 1) & 1
     k = ((f.base + at.K + stage * at.TILE_BYTES) >> 4) | 0x10000
-    ptx.mbarrier_wait(f.full(stage, 0), phase)
+    ptx_async.mbarrier_wait(f.full(stage, 0), phase)
     s = pasm.products([Float32(0.0)] * 32, f.q, k, SCORE_STEPS, start=True, commit=False)
-    ptx.mbarrier_wait(f.full(stage, 1), phase)
+    ptx_async.mbarrier_wait(f.full(stage, 1), phase)
     return pasm.products(s, f.q, k, [(a + 4 * at.BLOCK_BYTES, b + 4 * at.BLOCK_BYTES) for a, b in SCORE_STEPS])
 
 
@@ -87,11 +87,11 @@ def values_done(f, it, acc, steps):
         p, v = value_operands(f, it)
 
         def step(k, acc):
-            return ptx.wgmma_wait_for(0, value_products(acc, p + k * 2, v + k * 128, VALUE_STEPS[:1]))
+            return ptx_async.wgmma_wait_for(0, value_products(acc, p + k * 2, v + k * 128, VALUE_STEPS[:1]))
 
         return pasm.loop(Int32(0), steps, acc, step)
 
-    return pasm.either(ptx.less(steps, Int32(4)), acc, few, lambda acc: ptx.wgmma_wait_for(0, values(f, it, acc)))
+    return pasm.either(ptx.less(steps, Int32(4)), acc, few, lambda acc: ptx_async.wgmma_wait_for(0, values(f, it, acc)))
 
 
 def rescale(state, low, high):
@@ -102,7 +102,7 @@ def rescale(state, low, high):
 
 def wait_weights(f, it):
     """The weights of tile ``it`` are in shared memory."""
-    ptx.mbarrier_wait(f.base + at.P_READY + (it & 1) * 8, (it >> 1) & 1)
+    ptx_async.mbarrier_wait(f.base + at.P_READY + (it & 1) * 8, (it >> 1) & 1)
 
 
 def others_factors(f, it, state):
@@ -193,7 +193,7 @@ class Ahead:
         """Put the weights where both warpgroups read them."""
         for i, four in enumerate(pairs):
             pasm.stmatrix4(self.f.weights ^ (32 * i), four)
-        ptx.fence_async()
+        ptx_async.fence_async()
         ptx.sync_warp()
 
 
@@ -203,7 +203,7 @@ def own_values(f, it, steps, state, ahead, pairs, sums, alpha, raised):
     Nothing waits for the other warps' weights here: a warp's product reads the 16 lanes that it wrote itself.
     """
     ahead.store(pairs)
-    ptx.mbarrier_arrive_if(f.base + at.P_READY + (it & 1) * 8, f.leader)
+    ptx_async.mbarrier_arrive_if(f.base + at.P_READY + (it & 1) * 8, f.leader)
     state = pasm.choose(raised, state, lambda v: rescale(v, *alpha))
     state[ACC], state[ACC + 1] = ptx.fadd(state[ACC], sums[0]), ptx.fadd(state[ACC + 1], sums[1])
     acc = values_done(f, it, state[:ACC], steps)
@@ -213,7 +213,7 @@ def own_values(f, it, steps, state, ahead, pairs, sums, alpha, raised):
 
 def free_queries(f, flag):
     """This warpgroup needs q no more."""
-    ptx.mbarrier_arrive_if(f.base + at.Q_EMPTY, f.leader & flag)
+    ptx_async.mbarrier_arrive_if(f.base + at.Q_EMPTY, f.leader & flag)
 
 
 def run_task(f, tasks, task, first_tile, number):
@@ -222,8 +222,8 @@ def run_task(f, tasks, task, first_tile, number):
     rows = [at.Query(tasks, task, f.m + 8 * i).member for i in range(2)]
     tiles = task.tiles
     state = [Float32(0.0)] * (ACC + SUM)
-    ptx.mbarrier_wait(f.base + at.Q_FULL, number & 1)
-    ptx.fence_async()  # the queries were copied by ordinary writes
+    ptx_async.mbarrier_wait(f.base + at.Q_FULL, number & 1)
+    ptx_async.fence_async()  # the queries were copied by ordinary writes
 
     def steps(t):
         """Products of 16 keys that tile t takes."""
@@ -233,7 +233,7 @@ def run_task(f, tasks, task, first_tile, number):
         """Tile 0, by warpgroup 0."""
         s = scores(f, first_tile)
         ahead = Ahead(f, rows, parity, True, first_tile)
-        s = ptx.wgmma_wait_for(0, s)
+        s = ptx_async.wgmma_wait_for(0, s)
         free_queries(f, ptx.less(tiles, Int32(3)))
         return own_values(f, first_tile, steps(Int32(0)), state, ahead, *ahead.weights(s))
 
@@ -246,9 +246,9 @@ def run_task(f, tasks, task, first_tile, number):
         state = others_values(f, it - 1, state)
         s = scores(f, it)
         ahead = Ahead(f, rows, parity, False, it)
-        state = ptx.wgmma_wait_for(1, state[:ACC]) + state[ACC:]
+        state = ptx_async.wgmma_wait_for(1, state[:ACC]) + state[ACC:]
         f.release(it - 1)
-        s = ptx.wgmma_wait_for(0, s)
+        s = ptx_async.wgmma_wait_for(0, s)
         free_queries(f, ptx.less(tiles, t + 3))
         weights = ahead.weights(s)
         f.wait_released(it - 1)

@@ -12,7 +12,7 @@ from cutlass import Int32, Int64
 
 from headfit.kernels import hopper_packed_asm as pasm
 from headfit.kernels import hopper_packed_place as at
-from headfit.kernels import ptx
+from headfit.kernels import ptx, ptx_async
 from headfit.kernels.hopper_rows import ROW_BYTES
 
 ROPE = 448  # byte of a row at which its bf16 dims begin
@@ -151,7 +151,7 @@ class Loader:
 
     def copy_queries(self, task, number):
         """Begin to copy a task's queries to shared memory, when the previous ones are read."""
-        ptx.mbarrier_wait(self.base + at.Q_EMPTY, (number & 1) ^ 1)
+        ptx_async.mbarrier_wait(self.base + at.Q_EMPTY, (number & 1) ^ 1)
         row, chunk = self.tid >> 2, self.tid & 3
         query = at.Query(self.tasks, task, row)
         p = self.p
@@ -161,7 +161,7 @@ class Loader:
         for i in range(16):
             to = target + (i >> 1) * at.BLOCK_BYTES
             pasm.copy16_async(to ^ 64 if i & 1 else to, source + Int64(64 * i), size)
-        ptx.mbarrier_arrive_after_copies(self.base + at.Q_FULL)
+        ptx_async.mbarrier_arrive_after_copies(self.base + at.Q_FULL)
 
     def run_task(self, task, first_tile, number):
         """All tiles of a task, and its queries. Carried: scales and words of the first key."""
@@ -177,7 +177,7 @@ class Loader:
             stage, phase = it & 1, (it >> 1) & 1
             stage_base = self.target + stage * at.TILE_BYTES
             targets = [stage_base, stage_base ^ 16]
-            ptx.mbarrier_wait(self.base + at.EMPTY + stage * 16 + 8 * self.half, phase ^ 1)
+            ptx_async.mbarrier_wait(self.base + at.EMPTY + stage * 16 + 8 * self.half, phase ^ 1)
             here = ptx.less(t * at.TILE + self.warp * 16, task.keys)  # a warp's keys are those of one step of p v
             first = lambda i: state[4 * i + 1 : 4 * i + 5]  # noqa: E731
             ptx.when(here, lambda: self.convert(task, targets, 0, state[0], first))
@@ -186,9 +186,9 @@ class Loader:
             ptx.when(here, lambda: self.convert(task, targets, 1, ptx.lds32(self.scales), second))
             if self.half:
                 self.write_members(task, t, stage)
-            ptx.fence_async()  # before the next reads begin: it would wait for them
+            ptx_async.fence_async()  # before the next reads begin: it would wait for them
             ptx.sync_warp()
-            ptx.mbarrier_arrive_if(self.base + at.FULL + stage * 16 + 8 * self.half, self.leader)
+            ptx_async.mbarrier_arrive_if(self.base + at.FULL + stage * 16 + 8 * self.half, self.leader)
             following = self.read(task, t + 1)
             self.copy(task, t + 1)
             self.fetch(task, t + 2)

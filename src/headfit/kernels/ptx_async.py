@@ -1,0 +1,120 @@
+"""PTX of what runs beside the threads: barriers in shared memory, copies, the matrix unit. As ``ptx.py``."""
+
+# mypy: ignore-errors
+
+from cutlass import Float32
+
+from headfit.kernels.ptx import SHARED_STATE, asm
+
+
+def fence_async():
+    """Make this thread's ordinary writes to shared memory visible to the matrix unit and the copy engine."""
+    asm([], [], "fence.proxy.async.shared::cta;", SHARED_STATE)
+
+
+def mbarrier_init_if(a, count, flag):
+    """Initialise a barrier for ``count`` arrivals where ``flag``."""
+    code = f"{{ .reg .pred p; setp.ne.s32 p, $1, 0; @p mbarrier.init.shared::cta.b64 [$0], {count}; }}"
+    asm([], [a, flag], code, "r,r,~{memory}")
+
+
+def mbarrier_init_done():
+    """Make initialised barriers visible to the copy engine."""
+    asm([], [], "fence.mbarrier_init.release.cluster;", SHARED_STATE)
+
+
+def mbarrier_end_if(a, flag):
+    """Make the barrier's place ordinary memory again, where ``flag``."""
+    asm(
+        [],
+        [a, flag],
+        "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p mbarrier.inval.shared::cta.b64 [$0]; }",
+        "r,r,~{memory}",
+    )
+
+
+def mbarrier_wait(a, parity):
+    """Wait until the phase of that parity is over."""
+    code = "{ .reg .pred p; W${:uid}: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @!p bra W${:uid}; }"
+    asm([], [a, parity], code, "r,r,~{memory}")
+
+
+def mbarrier_arrive_if(a, flag):
+    """Arrive where ``flag``."""
+    code = "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }"
+    asm([], [a, flag], code, "r,r,~{memory}")
+
+
+def mbarrier_expect_if(a, size, flag):
+    """Arrive and expect ``size`` further bytes, where ``flag``."""
+    code = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1; }"
+    asm([], [a, size, flag], code, "r,r,r,~{memory}")
+
+
+def copy_async8(target, source, size):
+    """Begin to copy ``size`` of 8 bytes from global to shared memory; the others become 0."""
+    asm([], [target, source, size], "cp.async.ca.shared.global [$0], [$1], 8, $2;", "r,l,r,~{memory}")
+
+
+def mbarrier_arrive_after_copies(a):
+    """Arrive when this thread's earlier ``copy_async8`` are done."""
+    asm([], [a], "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", "r,~{memory}")
+
+
+def copy_four_rows(sources, off, target, barrier, size, pitch):
+    """Bulk copies of ``size`` bytes, issued by one elected lane, from the four addresses at ``sources + off``.
+
+    They go to ``target``, ``target + pitch``, ... and complete on ``barrier``.
+    """
+    # A branch, not predicates: a register that is loaded under a predicate counts as in use from its last use on.
+    code = (
+        "{ .reg .pred e; .reg .b32 d; .reg .b64 s0,s1,s2,s3; elect.sync _|e, 0xffffffff; @!e bra S${:uid}; "
+        f"ld.shared.v2.b64 {{s0,s1}}, [$0+{off}]; ld.shared.v2.b64 {{s2,s3}}, [$0+{off + 16}]; "
+    )
+    for i in range(4):
+        code += (
+            f"add.s32 d, $1, {i * pitch}; "
+            f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [d], [s{i}], {size}, [$2]; "
+        )
+    asm([], [sources, target, barrier], code + "S${:uid}: }", "r,r,r,~{memory}")
+
+
+def wgmma_fence():
+    """Registers written before may be read by the products that follow."""
+    asm([], [], "wgmma.fence.sync.aligned;", SHARED_STATE)
+
+
+def wgmma_commit():
+    """Close a group of products."""
+    asm([], [], "wgmma.commit_group.sync.aligned;", SHARED_STATE)
+
+
+def wgmma_wait(pending):
+    """Wait until at most ``pending`` groups are under way; their registers stay in use."""
+    asm([], [], f"wgmma.wait_group.sync.aligned {pending};", SHARED_STATE)
+
+
+def wgmma_wait_for(pending, values):
+    """``wgmma_wait``, and the accumulators as they are then."""
+    n = len(values)
+    constraints = ",".join(["=f"] * n + [str(i) for i in range(n)] + [SHARED_STATE])
+    return asm([Float32] * n, values, f"wgmma.wait_group.sync.aligned {pending};", constraints)
+
+
+def wgmma(acc, a, descriptor, off, kind, start=False):
+    """``acc + a b``: a from registers (64 x 16), b from shared memory (16 x N, rows of 128 swizzled bytes, K-major).
+
+    ``acc`` are N / 2 float32 of this thread; ``descriptor`` is the low word of b's descriptor, ``off`` bytes are added
+    to its address; ``start`` leaves the old accumulator out. ``kind`` is "f16" or "bf16".
+    """
+    n = len(acc)
+    d = ",".join(f"${i}" for i in range(n))
+    b = 2 * n
+    code = (
+        f"{{ .reg .pred p; .reg .b32 l,h; .reg .b64 d; setp.ne.b32 p, {0 if start else 1}, 0; "
+        f"add.s32 l, ${b + 4}, {off >> 4}; mov.b32 h, 0x40000040; mov.b64 d, {{l,h}}; "
+        f"wgmma.mma_async.sync.aligned.m64n{2 * n}k16.f32.{kind}.{kind} {{{d}}}, "
+        f"{{${b},${b + 1},${b + 2},${b + 3}}}, d, p, 1, 1, 0; }}"
+    )
+    constraints = ",".join(["=f"] * n + [str(i) for i in range(n)]) + ",r,r,r,r,r,~{memory}"
+    return asm([Float32] * n, [*acc, *a, descriptor], code, constraints)
