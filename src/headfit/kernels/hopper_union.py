@@ -1,6 +1,7 @@
 """The prepass of packing: which keys the rows of a group have between them, and whether packing the group pays.
 
-Belongs here: the kernel that writes the workspace ``work`` and the format of it. Launch one CTA a group of 8 rows,
+Belongs here: the kernel that writes the workspace ``work``, the format of it, and the union of lists that continue one
+another. Does not belong here: the union of other lists (``hopper_union_table.py``). Launch one CTA a group of 8 rows,
 before ``hopper_packed.packed``, on the same stream; the native kernel follows and takes the groups whose flag is 0.
 
 Workspace, in int32 words, for G groups of a call and C = `capacity` entries: G flags (1: packed, 0: the native kernel
@@ -8,9 +9,16 @@ has to compute the rows; the packed kernel takes a 1 back where a key is not fin
 packed), then per group C pairs (slot, with the set as bit 31; mask of the rows that have it). Entries stand in order
 of the first lane that names them: set, then row, then lane. So the same lists give the same bits.
 
-Not packed are: a row that lists a key twice, a union above a quarter of the rows' lanes or above ``CAPACITY_LIMIT``,
-lists of more than `LANES_LIMIT` lanes. Lists that do not overlap cost little: a sample of each row is looked up among
-the first row's keys before anything else.
+Nearly all lists that overlap enough continue one another: the keys of a row, in their order, are those of the row
+before from one of the first 32 on, then new ones. Windows do that, whatever their slots are, and so do lists of all
+keys so far. Then the union of a set is a sequence, each row has the interval of it that ends where the sequence ended
+after that row, and two numbers a row say everything: its keys, and how many of them are new. All keys are new in a row
+that does not continue the one before. Should that come to more than pays, or should a list have lanes without a key
+between others, the table decides.
+
+Packed is a group whose union is at most a quarter of its rows' lanes and at most ``CAPACITY_LIMIT``, of lists of at
+most `LANES_LIMIT` lanes. A key that a row lists twice has two entries, and so may one of a row that does not continue
+the one before; through the table no group is packed that has a row with a key twice.
 """
 
 # mypy: ignore-errors
@@ -22,27 +30,16 @@ from cutlass import Int32, Int64
 from headfit.kernels import hopper_packed_asm as pasm
 from headfit.kernels import hopper_packed_place as at
 from headfit.kernels import hopper_union_asm as uasm
+from headfit.kernels import hopper_union_place as place
 from headfit.kernels import ptx
 from headfit.kernels.hopper_params import Params, Traced
-from headfit.kernels.hopper_rows import RowLists
+from headfit.kernels.hopper_rows import RowLists, lanes_of
+from headfit.kernels.hopper_union_place import ADDED, COUNTS, ENDS, LANES, THREADS
+from headfit.kernels.hopper_union_table import Table
 
-THREADS = 256  # a warp a row
-SLOTS = 2048  # of the hash table: never full, so that a search ends
-BITS = 11
-LANES_LIMIT = 2048  # of both lists of a row: what the map of positions holds
-AT_ONCE = 4  # lanes of a thread whose index is read at once
-
-KEYS = 0  # [slot of the table] the key, -1: free
-POSITIONS = KEYS + 4 * SLOTS  # where it stands first
-MASKS = POSITIONS + 4 * SLOTS  # rows that have it
-MAP = MASKS + 4 * SLOTS  # a bit a position: some key stands there first
-BEFORE = MAP + LANES_LIMIT  # keys before each word of the map
-TOTALS = BEFORE + LANES_LIMIT  # of the warps
-NUMBERS = TOTALS + 64
-SMEM = NUMBERS + 32
-# Union keys; whether packing is out; lanes of all rows; samples; samples found; keys entered; bits set in masks, as
-# many as keys entered unless a row has one twice.
-COUNT, OUT, LISTED, SAMPLES, FOUND, ENTERED, HELD = (NUMBERS + 4 * i for i in range(7))
+LANES_LIMIT, SLOTS = place.LANES_LIMIT, place.SLOTS  # what the host is held to
+HOLES = 4000  # keys of a list that has lanes without a key between others: more than pay, whatever is shared
+NONE = 0x7FFFFFFF
 
 
 def union():
@@ -52,195 +49,161 @@ def union():
     def sparse_mla_union(p: Params):
         tid, _, _ = cute.arch.thread_idx()
         group, _, _ = cute.arch.block_idx()
-        base = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
+        base = pasm.again(Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint()))
         wid = cute.arch.make_warp_uniform(tid >> 5)
-        table = Table(p, base, tid, group)
-        own, first = Lists(p, (group << 3) + wid), Lists(p, group << 3)
-        firsts = first.keys(tid, THREADS)
-        sampled = own.key(ptx.shr((tid & 31) * own.lanes, 5))
-        owns = own.keys(tid & 31, 32)
-        table.clear()
-        ptx.sync(THREADS)
-        table.count_keys(own)
-        table.insert(first, Int32(0), tid, THREADS, firsts, Int32(1))
-        ptx.sync(THREADS)
-        table.sample(sampled[0], wid)
-        ptx.sync(THREADS)
-        table.judge_sample()
-        ptx.sync(THREADS)
-        table.insert(own, wid, tid & 31, 32, owns, ptx.less(Int32(0), wid))
-        ptx.sync(THREADS)
-        table.mark()
-        ptx.sync(THREADS)
-        table.judge()
-        table.write()
+        uasm.start_dependents()
+        g = place.Group(p, base, tid, wid, group)
+        toolong = ptx.less(Int32(LANES_LIMIT), p.topk1 + p.topk2)
+        ptx.when(toolong, lambda: g.tell(Int32(0), Int32(0)), otherwise=lambda: unite(g))
 
-    return Traced(sparse_mla_union, threads=THREADS, smem=SMEM, min_blocks=4)
+    return Traced(sparse_mla_union, threads=THREADS, smem=place.SMEM, min_blocks=4)
 
 
-class Lists:
-    """The two lists of a row; no lanes past the last row."""
+def unite(g):
+    """Flag, count and entries of a group."""
+    row = Row(g)
+    row.copy()
+    g.clear()
+    row.read_lengths()
+    uasm.wait_copies()
+    row.examine()
+    ptx.sync(THREADS)
+    row.compare()
+    ptx.sync(THREADS)
+    added1, count, listed = totals(g)
+    limit = ptx.min32(at.capacity(g.p), ptx.shr(listed, 2))
+    packed = ptx.less(Int32(0), count) & (ptx.less(limit, count) ^ 1)
 
-    def __init__(self, p, row):
-        self.p = p
-        here = ptx.less(row, p.rows)
-        row = ptx.pick32(here, row, Int32(0))
-        lists = RowLists(p, row)
-        self.lanes1 = ptx.pick32(here, lists.lanes[0], Int32(0))
-        self.lanes = ptx.pick32(here, lists.lanes[0] + lists.lanes[1], Int32(0))
-        self.list1, self.list2 = lists.places()
+    def entries():
+        g.tell(Int32(1), count)
+        write(g, added1, count)
 
-    def key(self, lane):
-        """Slot of a lane with the set as bit 31, and the lane within its set; -1 for a lane without a key."""
+    ptx.when(packed, entries, otherwise=Table(g, row.lanes, limit).unite)
+
+
+class Row(RowLists):
+    """The two lists of this warp's row; no lanes past the last row. The lengths are read after the lists."""
+
+    def __init__(self, g):
+        self.g, self.p = g, g.p
+        row = (g.group << 3) + g.wid
+        self.here = ptx.less(row, g.p.rows)
+        row = ptx.pick32(self.here, row, Int32(0))
+        self.b = ptx.divide(row, g.p.magic_s, g.p.shift_s)
+        self.s = row - self.b * g.p.s_q
+
+    def copy(self):
+        """Begin to copy both lists to shared memory: whole, so that nothing waits for the lengths."""
+        g, p = self.g, self.p
+        for source, topk, target in zip(self.places(), (p.topk1, p.topk2), (g.own, g.own + g.pitch), strict=True):
+            size = ptx.pick32(self.here, topk, Int32(0)) * 4
+
+            def pieces(width, source=source, target=target, size=size):
+                begin = g.lane * width
+
+                def one(i, state):
+                    off = i * (32 * width) + begin
+                    uasm.copy_async(target + off, ptx.at(source, off), width)
+                    return state
+
+                pasm.loop(Int32(0), (size - begin + (32 * width - 1)) >> (32 * width).bit_length() - 1, [], one)
+
+            odd = (ptx.words(source)[0] | size) & 15
+            ptx.when(odd, lambda f=pieces: f(4), otherwise=lambda f=pieces: f(16))
+
+    def read_lengths(self):
+        """Lanes of each list."""
         p = self.p
-        second = ptx.less(lane, self.lanes1) ^ 1
-        local = lane - ptx.pick32(second, self.lanes1, Int32(0))
-        place = ptx.at(ptx.pick64(second, self.list2, self.list1), local * 4)
-        index = ptx.ldg32_if(place, ptx.less(lane, self.lanes), Int32(-1))
-        valid = ptx.within(index, ptx.pick32(second, p.slots2, p.slots1))
-        return ptx.pick32(valid, index | (second << 31), Int32(-1)), second, local
+        both = ((p.len1, p.topk1), (p.len2, p.topk2))
+        self.lanes = [ptx.pick32(self.here, lanes_of(n, self.b, topk), Int32(0)) for n, topk in both]
 
-    def keys(self, begin, stride):
-        """`key` of `AT_ONCE` lanes, ``stride`` apart."""
-        return [self.key(begin + stride * k) for k in range(AT_ONCE)]
+    def examine(self):
+        """Where the keys of each list begin and end."""
+        g, p = self.g, self.p
+
+        def one_set(second, state):
+            lanes = ptx.pick32(second, self.lanes[1], self.lanes[0])
+            slots = ptx.pick32(second, p.slots2, p.slots1)
+            here = g.list(second)
+            high = g.words(here, lanes, [Int32(0)], lambda h, w, i: [uasm.highest_if(h[0], w, i, lanes)])[0]
+
+            def look(state):
+                found = [Int32(0), Int32(NONE), Int32(-1)]
+                found = g.words(here, lanes, found, lambda f, w, i: uasm.note_key(f, w, i, lanes, slots))
+                kinds = ("add", "min", "max")
+                count, first, last = (uasm.total(x, kind) for x, kind in zip(found, kinds, strict=True))
+                begin = last + 1 - count
+                return [begin, ptx.pick32(ptx.less(first, begin), Int32(HOLES), count)]
+
+            some_have_none = ptx.ballot(uasm.outside(high, slots))
+            begin, count = pasm.choose(some_have_none, [Int32(0), lanes], look)
+
+            def tell():
+                mine = g.base + second * 32 + g.wid * 4
+                ptx.sts32(mine, here + (begin + count) * 4, ENDS)
+                ptx.sts32(mine, count, COUNTS)
+
+            ptx.when(g.first, tell)
+            return state
+
+        both = self.lanes[0] + self.lanes[1]
+        ptx.when(g.first, lambda: ptx.sts32(g.base + g.wid * 4, both, LANES))
+        pasm.loop(Int32(0), g.sets, [], one_set)
+
+    def compare(self):
+        """How many keys each list adds to those of the row before."""
+        g = self.g
+
+        def one_set(second, state):
+            mine = g.base + second * 32 + g.wid * 4
+            count, before = ptx.lds32(mine, COUNTS), ptx.lds32(mine, COUNTS - 4)
+            begin = ptx.lds32(mine, ENDS) - count * 4
+            # The first row reads no further than its own list, and finds nothing.
+            begin_before = ptx.pick32(g.wid, ptx.lds32(mine, ENDS - 4) - before * 4, begin)
+            before = ptx.pick32(g.wid, before, Int32(0))
+            same = ptx.equal(ptx.lds32(begin), ptx.lds32(begin_before + g.lane * 4))
+            skipped = uasm.lowest(ptx.ballot(same & ptx.less(g.lane, before)))
+            common = before - skipped
+            may = ptx.less(skipped, Int32(32)) & (ptx.less(count, common) ^ 1)
+            shift = begin_before + skipped * 4 - begin
+
+            def look(state):
+                def note(bits, word, i):
+                    return [uasm.difference_if(bits[0], word, ptx.lds32(begin + shift + i * 4), i, common)]
+
+                different = ptx.ballot(g.words(begin, common, [Int32(0)], note)[0])
+                return [ptx.pick32(different, count, count - common)]
+
+            added = pasm.choose(may, [count], look)[0]
+            ptx.when(g.first, lambda: ptx.sts32(mine, added, ADDED))
+            return state
+
+        pasm.loop(Int32(0), g.sets, [], one_set)
 
 
-class Table:
-    """The hash table of a group, in shared memory."""
+def totals(g):
+    """Of all rows: keys added to the first set, to both; lanes."""
+    added = ptx.lds32(g.base + (g.lane & 15) * 4, ADDED)
+    lanes = ptx.lds32(g.base + (g.lane & 7) * 4, LANES)
+    low, zero = ptx.less(g.lane, Int32(8)), Int32(0)
+    both = ptx.pick32(ptx.less(g.lane, Int32(16)), added, zero)
+    return [uasm.total(x, "add") for x in (ptx.pick32(low, added, zero), both, ptx.pick32(low, lanes, zero))]
 
-    def __init__(self, p, base, tid, group):
-        self.p, self.base, self.tid, self.group = p, base, tid, group
-        self.lane = tid & 31
-        self.lanes = p.topk1 + p.topk2
 
-    def number(self, offset):
-        """One of the numbers of the group."""
-        return ptx.lds32(self.base + offset)
+def write(g, added1, count):
+    """The entries of sets whose rows continue one another."""
+    listed = g.entries()
 
-    def clear(self):
-        """An empty table."""
-        free, zero = [Int32(-1)] * 4, [Int32(0)] * 4
-        place = self.base + self.tid * 16
-        for i in range(SLOTS // (4 * THREADS)):
-            ptx.sts128(place, free, KEYS + 16 * THREADS * i)
-            ptx.sts128(place, [Int32(0x7FFFFFFF)] * 4, POSITIONS + 16 * THREADS * i)
-            ptx.sts128(place, zero, MASKS + 16 * THREADS * i)
-        ptx.when(ptx.less(self.tid, Int32(LANES_LIMIT // 16)), lambda: ptx.sts128(place, zero, MAP))
-        toolong = ptx.less(Int32(LANES_LIMIT), self.lanes)
-        here = ptx.equal(self.tid, Int32(0))
-        ptx.when(here, lambda: ptx.sts128(self.base, [Int32(0), toolong, Int32(0), Int32(0)], NUMBERS))
-        ptx.when(here, lambda: ptx.sts128(self.base, zero, FOUND))
+    def entry(i, state):
+        number = g.tid + i * THREADS
+        second = ptx.less(number, added1) ^ 1
+        rows = g.base + second * 32
+        ends = ptx.lds128(rows, ADDED) + ptx.lds128(rows, ADDED + 16)
+        counts = ptx.lds128(rows, COUNTS) + ptx.lds128(rows, COUNTS + 16)
+        mask, behind = uasm.covering(ends, counts, number - ptx.pick32(second, added1, Int32(0)))
+        end = ptx.lds32(rows + uasm.lowest(mask) * 4, ENDS)
+        key = ptx.lds32(end - behind * 4, -4) | (second << 31)
+        uasm.store64(listed + ptx.wide(number, Int64(8)), [key, mask])
+        return state
 
-    def insert(self, lists, row, begin, stride, keys, flag):
-        """Enter a row's keys ``begin``, ``begin + stride``, ... where ``flag``; ``keys`` are the first of them."""
-        p = self.p
-        each = stride * AT_ONCE
-        flag = flag & (self.number(OUT) ^ 1)
-        rounds = (lists.lanes - begin + (each - 1)) >> (each.bit_length() - 1)
-        places, bit = (KEYS, POSITIONS, MASKS, COUNT), uasm.bit(row)
-
-        def enter(keys):
-            entered = Int32(0)
-            for key, second, local in keys:
-                position = ptx.pick32(second, 8 * p.topk1 + row * p.topk2, row * p.topk1) + local
-                valid = ptx.equal(key, Int32(-1)) ^ 1
-                one = (self.base, key, position, bit, places, BITS, at.CAPACITY_LIMIT)
-                ptx.when(valid, lambda one=one: uasm.hash_enter(*one))
-                entered = entered + valid
-            return entered
-
-        def all_keys():
-            more = lambda i, n: [n[0] + enter(lists.keys(begin + i * each, stride))]  # noqa: E731
-            entered = pasm.loop(Int32(1), rounds, [enter(keys)], more)[0]
-            ptx.when(entered, lambda: uasm.shared_add(self.base + ENTERED, entered))
-
-        ptx.when(flag, all_keys)
-
-    def count_keys(self, own):
-        """Add this row's keys to the number of all; a lane without a key counts too."""
-        ptx.when(ptx.equal(self.lane, Int32(0)), lambda: uasm.shared_add(self.base + LISTED, own.lanes))
-
-    def sample(self, key, row):
-        """Look a key of each lane, spread over a row, up among those of the first row."""
-        taken = ptx.less(Int32(0), row) & (ptx.equal(key, Int32(-1)) ^ 1)
-        found = uasm.hash_find(self.base + KEYS, key, BITS) & taken
-        samples, hits = uasm.popc(ptx.ballot(taken)), uasm.popc(ptx.ballot(found))
-
-        def add():
-            uasm.shared_add(self.base + SAMPLES, samples)
-            uasm.shared_add(self.base + FOUND, hits)
-
-        ptx.when(ptx.equal(self.lane, Int32(0)), add)
-
-    def judge_sample(self):
-        """Packing is out where fewer than half of the samples were found."""
-        out = ptx.less(self.number(FOUND) * 2, self.number(SAMPLES))
-        ptx.when(out & ptx.equal(self.tid, Int32(0)), lambda: ptx.sts32(self.base, Int32(1), OUT))
-
-    def mark(self):
-        """The map of first positions, and how many bits the masks have."""
-
-        def look():
-            held = Int32(0)
-            for i in range(SLOTS // THREADS):
-                place = self.base + self.tid * 4
-                position = ptx.lds32(place, POSITIONS + 4 * THREADS * i)
-                held = held + uasm.popc(ptx.lds32(place, MASKS + 4 * THREADS * i))
-                used = ptx.equal(position, Int32(0x7FFFFFFF)) ^ 1
-                word = self.base + MAP + ptx.shr(position, 5) * 4
-                ptx.when(used, lambda w=word, x=position: uasm.shared_or(w, uasm.bit(x & 31)))
-            ptx.when(held, lambda: uasm.shared_add(self.base + HELD, held))
-
-        ptx.when(self.number(OUT) ^ 1, look)
-
-    def judge(self):
-        """Whether the group is packed: flag and count."""
-        count = self.number(COUNT)
-        limit = ptx.min32(at.capacity(self.p), ptx.shr(self.number(LISTED), 2))
-        good = ptx.less(Int32(0), count) & (ptx.less(limit, count) ^ 1) & (self.number(OUT) ^ 1)
-        self.packed = good & ptx.equal(self.number(ENTERED), self.number(HELD))
-        work = at.Work(self.p)
-
-        def tell():
-            ptx.stg32_if(work.flag(self.group), self.packed, Int32(1))
-            ptx.stg32_if(work.count(self.group), ptx.pick32(self.packed, count, Int32(0)), Int32(1))
-
-        ptx.when(ptx.equal(self.tid, Int32(0)), tell)
-
-    def write(self):
-        """The entries, each at the number of keys that stand before it."""
-        ptx.when(self.packed, lambda: (self.scan(), ptx.sync(THREADS, 1), self.entries()))
-
-    def scan(self):
-        """Keys before each word of the map: two words a thread, then the warps' totals."""
-        words = ptx.lds64(self.base + self.tid * 8, MAP)
-        counts = [uasm.popc(w) for w in words]
-        own = counts[0] + counts[1]
-        upto = own
-        for distance in (1, 2, 4, 8, 16):
-            upto = upto + uasm.from_below(upto, distance)
-        last = ptx.equal(self.lane, Int32(31))
-        ptx.when(last, lambda: ptx.sts32(self.base + TOTALS + (self.tid >> 5) * 4, upto))
-        ptx.sync(THREADS, 1)
-        before = upto - own
-        for warp in range(THREADS // 32 - 1):
-            total = ptx.lds32(self.base + TOTALS, 4 * warp)
-            before = before + ptx.pick32(ptx.less(Int32(warp), self.tid >> 5), total, Int32(0))
-        ptx.sts64(self.base + self.tid * 8, [before, before + counts[0]], BEFORE)
-
-    def entries(self):
-        """Every used slot of the table to its place in the workspace."""
-        listed = at.Work(self.p).list(self.group)
-        for i in range(SLOTS // THREADS):
-            place = self.base + self.tid * 4
-            key = ptx.lds32(place, KEYS + 4 * THREADS * i)
-            position = ptx.lds32(place, POSITIONS + 4 * THREADS * i)
-            mask = ptx.lds32(place, MASKS + 4 * THREADS * i)
-
-            def put(key=key, position=position, mask=mask):
-                word = self.base + ptx.shr(position, 5) * 4
-                below = uasm.popc(ptx.lds32(word, MAP) & (uasm.bit(position & 31) - 1))
-                rank = ptx.lds32(word, BEFORE) + below
-                uasm.store64(listed + ptx.wide(rank, Int64(8)), [key, mask])
-
-            ptx.when(ptx.equal(position, Int32(0x7FFFFFFF)) ^ 1, put)
+    pasm.loop(Int32(0), (count - g.tid + (THREADS - 1)) >> 8, [], entry)
