@@ -27,6 +27,11 @@ class Function:
         return self.library.answer(self.name, arguments)
 
 
+def attributes_of(config):
+    """Id and x, y, z of each."""
+    return [(config.attributes[i].id, tuple(config.attributes[i].value)) for i in range(config.count)]
+
+
 class FakeLibrary:
     """libcuda with one module and one function. ``codes``: name -> codes of its next calls, 0 once they are used up."""
 
@@ -35,6 +40,7 @@ class FakeLibrary:
         self.calls: list[str] = []
         self.launched: list[dict] = []
         self.mode = 0
+        self.slots = 100  # CTAs in clusters
 
     def __getattr__(self, name):
         if not name.startswith("cu") or name in self.__dict__.get("lacks", ()):
@@ -53,18 +59,21 @@ class FakeLibrary:
             self.symbol = arguments[2]
         if name == "cuOccupancyMaxActiveBlocksPerMultiprocessor":
             arguments[0]._obj.value = 3
+        if name == "cuOccupancyMaxActiveClusters" and code == 0:
+            size = next(value[1] for number, value in attributes_of(arguments[2]) if number == 4)
+            arguments[0]._obj.value = self.slots // size
+            self.calls[-1] += f" {size}"
         if name == "cuThreadExchangeStreamCaptureMode":
             self.mode, arguments[0]._obj.value = arguments[0]._obj.value, self.mode
         if name == "cuModuleLoadData":
             self.mode_at_load = self.mode
         if name == "cuLaunchKernelEx" and code == 0:
             config = arguments[0]
-            attributes = [(config.attributes[i].id, config.attributes[i].value) for i in range(config.count)]
             self.launched.append(
                 {
                     "grid": (config.grid_x, config.grid_y, config.grid_z),
                     "block": (config.block_x, config.block_y, config.block_z),
-                    "shared": config.shared, "stream": config.stream, "attributes": attributes,
+                    "shared": config.shared, "stream": config.stream, "attributes": attributes_of(config),
                     "function": arguments[1].value, "parameters": arguments[2],
                 }
             )  # fmt: skip
@@ -87,8 +96,51 @@ def test_a_kernel_is_loaded_and_launched() -> None:
         "grid": (12, 5, 1), "block": (256, 1, 1), "shared": 70000, "stream": 0xABC, "attributes": [], "function": 77,
         "parameters": parameters,
     }  # fmt: skip
-    assert (early["grid"], early["attributes"]) == ((7, 1, 1), [(6, 1)])
+    assert (early["grid"], early["attributes"]) == ((7, 1, 1), [(6, (1, 0, 0))])
     assert not any("Synchronize" in name for name in library.calls)
+
+
+def test_clusters_are_an_attribute_of_the_launch() -> None:
+    library = FakeLibrary()
+    made = cubin.Kernel(cubin.Driver(library), BINARY, 0)
+    made.launch((6, 10), 0xABC, None, cluster=10)
+    made.launch((6, 10), 0xABC, None, early=True, cluster=5)
+    made.launch((6, 1), 0xABC, None, cluster=1)
+    assert [one["grid"] for one in library.launched] == [(6, 10, 1), (6, 10, 1), (6, 1, 1)]
+    along_y, balanced, early = (4, (1, 10, 1)), (5, (2, 0, 0)), (6, (1, 0, 0))
+    assert [one["attributes"] for one in library.launched] == [
+        [along_y, balanced], [early, (4, (1, 5, 1)), balanced], [],
+    ]  # fmt: skip
+    library = FakeLibrary(cuLaunchKernelEx=[912])
+    made = cubin.Kernel(cubin.Driver(library), BINARY, 0)
+    with pytest.raises(cubin.DriverError, match=r"grid \(6, 10\), clusters of 10: CUDA_ERROR_912"):
+        made.launch((6, 10), 0, None, cluster=10)
+
+
+def test_the_driver_is_asked_once_how_many_clusters_a_device_holds() -> None:
+    library = FakeLibrary()
+    made = cubin.Kernel(cubin.Driver(library), BINARY, 0)
+    assert [made.clusters(size) for size in (4, 10, 16, 4, 10)] == [25, 10, 6, 25, 10]
+    asked = [call for call in library.calls if "Clusters" in call or "14=" in call]
+    # more CTAs than every device allows have to be allowed first
+    assert asked == [
+        "cuOccupancyMaxActiveClusters 4", "cuFuncSetAttribute 14=1", "cuOccupancyMaxActiveClusters 10",
+        "cuFuncSetAttribute 14=1", "cuOccupancyMaxActiveClusters 16",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("codes", [{"cuOccupancyMaxActiveClusters": [912]}, {"cuFuncSetAttribute": [0, 0, 1]}])
+def test_a_device_that_refuses_a_cluster_holds_none(codes) -> None:
+    made = cubin.Kernel(cubin.Driver(FakeLibrary(**codes)), BINARY, 0)
+    assert [made.clusters(10), made.clusters(10)] == [0, 0]
+    assert made.clusters(2) == 50
+
+
+def test_a_thread_without_a_context_may_ask_for_clusters() -> None:
+    library = FakeLibrary(cuOccupancyMaxActiveClusters=[201])
+    made = cubin.Kernel(cubin.Driver(library), BINARY, 1)
+    assert made.clusters(4) == 25
+    assert library.calls.count("cuDevicePrimaryCtxRetain") == 1
 
 
 def test_loading_does_not_disturb_a_graph_under_capture() -> None:

@@ -74,6 +74,46 @@ def test_width_and_repeat_exact_at_serving_sizes(rows: int) -> None:
         same(x.call(128), (out, lse), "again")
 
 
+@pytest.mark.parametrize("rows", [1, 5, 16, 32, 64, 128])
+def test_a_cluster_and_two_launches_make_the_same_bits(rows: int, monkeypatch) -> None:
+    """Shares of 1 to 5 tiles, some without a key, a row without any; at every head tile, with sinks and without."""
+    x = Inputs(rows)
+    x.length1[-1], x.length2[-1] = 70, 0  # of 10 shares 2 have keys
+    x.length1[0], x.length2[0] = 0, 0
+    lanes = [None, *(x.lanes2[:, :, : 64 * tiles - 5].contiguous() for tiles in (2, 3, 7, 8))]
+    calls = [
+        {"heads": heads, "attn_sink": sink[:heads] if sink is not None else None}
+        | ({} if some is None else {"extra_indices_in_kvcache": some})
+        for heads in (1, 8, 13, 16, 32, 40, 128) for sink in (x.sink, None) for some in lanes
+    ]  # fmt: skip
+    got = [x.call(**options) for options in calls]
+    repeated = [x.call(**options) for options in calls]
+    monkeypatch.setattr(cubin.Kernel, "clusters", lambda self, size: 0)
+    with hopper.record_variants() as names:
+        for options, one, other in zip(calls, got, repeated, strict=True):
+            two = x.call(**options)
+            same(one, two, options["heads"])
+            same(other, two, "again")
+            assert bool(torch.isinf(two[1][0]).all())
+            assert not two[0][0].any()
+    assert "merge" in names
+
+
+@pytest.mark.parametrize("heads", [8, 32, 64])
+@pytest.mark.parametrize("rows", [1, 16, 64, 150])
+def test_bits_do_not_depend_on_the_head_tile(rows: int, heads: int, monkeypatch) -> None:
+    """Few rows take narrower tiles than their heads need."""
+    x = Inputs(rows)
+    calls = [{}, {"enable_batch_invariant": True}]
+    got = [x.call(heads, **options) for options in calls]
+    for most in (0, 100):  # CTAs an SM: never narrower, always the narrowest
+        monkeypatch.setattr(hopper, "NARROW_CTAS", most)
+        hopper._planned.cache_clear()
+        for options, one in zip(calls, got, strict=True):
+            same(x.call(heads, **options), one, (most, options))
+    hopper._planned.cache_clear()
+
+
 @pytest.mark.parametrize("heads", [8, 32, 64])
 def test_a_row_keeps_its_bits_whatever_rows_share_the_call(heads: int) -> None:
     """Alone, among few, and among a chunk of prefill."""

@@ -50,6 +50,32 @@ def test_the_smallest_head_tile_that_holds_the_heads(h_q, heads, tiles) -> None:
     assert (chosen.heads, chosen.head_tiles, chosen.splits) == (heads, tiles, 1)
 
 
+@pytest.mark.parametrize(
+    ("rows", "h_q", "heads", "tiles"),
+    [(1, 1, 8, 1), (1, 16, 8, 2), (1, 128, 8, 16), (16, 16, 8, 2), (16, 32, 16, 2), (16, 40, 32, 2), (64, 16, 16, 1),
+     (2, 128, 8, 16), (4, 128, 16, 8), (8, 128, 32, 4), (133, 16, 16, 1)],
+)  # fmt: skip
+def test_few_rows_take_narrower_head_tiles_than_their_heads_need(rows, h_q, heads, tiles) -> None:
+    chosen = plan(rows, h_q)
+    assert (chosen.heads, chosen.head_tiles) == (heads, tiles)
+
+
+def test_rows_that_are_not_split_take_narrower_tiles_up_to_one_an_sm() -> None:
+    assert [plan(rows, 16, batch_invariant=True).heads for rows in (1, 66, 67, 200)] == [8, 8, 16, 16]
+    assert [plan(rows, 128, batch_invariant=True).heads for rows in (8, 9, 16, 17)] == [8, 16, 16, 32]
+
+
+def test_narrower_tiles_never_fill_the_chip_beyond_the_limit() -> None:
+    for rows in (1, 2, 3, 7, 16, 40, 64, 132, 200, 331, 4096):
+        for h_q in range(1, 129):
+            chosen = plan(rows, h_q)
+            natural = next((tile for tile in hopper.NATIVE if tile >= h_q), 32)
+            assert chosen.heads * (chosen.head_tiles - 1) < h_q <= chosen.heads * chosen.head_tiles
+            assert chosen.heads <= natural
+            if chosen.heads < natural:
+                assert rows * chosen.splits * chosen.head_tiles <= hopper.NARROW_CTAS * SMS
+
+
 def test_shares_do_not_depend_on_the_heads() -> None:
     for rows in (1, 3, 17, 64, 130, 300, 4096):
         for topk in ((0,), (64,), (128, 512), (128, 2048)):
@@ -73,6 +99,35 @@ def test_no_share_is_empty_and_the_workspace_is_bounded() -> None:
                 share = -(-tiles // splits)
                 assert share * (splits - 1) < tiles <= share * splits
                 assert rows * splits <= hopper.CTAS_PER_SM * SMS
+
+
+@pytest.fixture
+def clusters(monkeypatch):
+    """The setting that makes clusters, whatever the module has."""
+    monkeypatch.setattr(hopper, "CLUSTER", 16)
+    hopper._planned.cache_clear()
+    yield
+    hopper._planned.cache_clear()
+
+
+def test_up_to_16_shares_are_a_cluster(clusters) -> None:
+    for rows, topk, splits in ((1, (128, 512), 10), (64, (128, 512), 4), (128, (128, 512), 2), (1, (1024,), 16)):
+        for h_q in (1, 16, 128):
+            chosen = plan(rows, h_q, topk)
+            assert (chosen.splits, chosen.clustered) == (splits, True)
+            assert [spec.function for spec in chosen.specs] == ["native"]
+    for chosen in (plan(200), plan(1, topk=(64,)), plan(1, batch_invariant=True)):
+        assert (chosen.splits, chosen.clustered) == (1, False)
+    long = plan(1, topk=(128, 8192))
+    assert (long.splits, long.clustered) == (130, False)
+    assert [spec.function for spec in long.specs] == ["native", "merge"]
+
+
+def test_two_tiles_a_share_where_that_makes_a_cluster(clusters) -> None:
+    assert plan(1, topk=(128, 1024)).splits == 9
+    assert plan(1, topk=(2048,)).splits == 16
+    assert plan(1, topk=(2112,)).splits == 33
+    assert plan(100, topk=(128, 1024)).splits == 2
 
 
 def test_batch_invariant_calls_are_never_split() -> None:
@@ -277,18 +332,27 @@ def test_other_machines_are_named(h200) -> None:
 
 
 @pytest.fixture
-def launched(monkeypatch) -> list[dict]:
-    """What is launched for calls on CPU tensors: name, grid, early, and the parameters as they stood then."""
+def held() -> dict[int, int]:
+    """How many clusters of a size the device holds."""
+    return {}
+
+
+@pytest.fixture
+def launched(monkeypatch, held) -> list[dict]:
+    """What is launched for calls on CPU tensors: name, grid, early, cluster, and the parameters as they stood then.
+
+    The device holds no clusters; `held` changes that.
+    """
     seen: list[dict] = []
 
     def kernel(name, device, build):
-        def launch(grid, stream, parameters, *, early=False):
+        def launch(grid, stream, parameters, *, early=False, cluster=1):
             assert parameters is hopper._buffer.pointers
             values = hopper_abi.LAYOUT.unpack_from(hopper._buffer.data)
             named = dict(zip((n for n, _ in hopper_abi.PARAMETERS), values, strict=True))
-            seen.append({"name": name, "grid": grid, "stream": stream, "early": early, **named})
+            seen.append({"name": name, "grid": grid, "stream": stream, "early": early, "cluster": cluster, **named})
 
-        return SimpleNamespace(launch=launch)
+        return SimpleNamespace(launch=launch, clusters=lambda size: held.get(size, 0))
 
     monkeypatch.setattr(cubin, "kernel", kernel)
     monkeypatch.setattr(cubin, "current_stream", lambda device: 0x57)
@@ -321,24 +385,29 @@ def run(call: SparseCall) -> list[str]:
 def test_one_pass_is_one_launch(launched) -> None:
     assert run(a_call(200, h_q=40, device="cpu")) == ["native heads=32"]
     (one,) = launched
-    assert (one["name"], one["grid"], one["stream"], one["early"]) == ("native heads=32", (400, 1), 0x57, False)
+    assert (one["name"], one["grid"], one["stream"], one["early"]) == (
+        "native heads=32", (400, 1), 0x57, "native" in hopper.WAITING,
+    )  # fmt: skip
     assert (one["rows"], one["h_q"], one["head_tiles"], one["splits"]) == (200, 40, 2, 1)
     assert (one["partial"], one["peaks"], one["totals"], one["work"]) == (0, 0, 0, 0)
 
 
 def same_parameters(first: dict, *others: dict) -> bool:
-    own = ("name", "grid", "early")
+    own = ("name", "grid", "early", "cluster")
     return all({k: v for k, v in first.items() if k not in own} == {k: v for k, v in other.items() if k not in own}
                for other in others)  # fmt: skip
 
 
-def test_shares_are_merged_by_a_second_launch(launched, made) -> None:
+def test_shares_are_merged_by_a_second_launch(launched, made, monkeypatch) -> None:
     call = a_call(3, h_q=12, s_q=2, device="cpu")
     made.clear()
+    monkeypatch.setattr(hopper, "NARROW_CTAS", 0)
+    hopper._planned.cache_clear()
     assert run(call) == ["native heads=16", "merge"]
+    hopper._planned.cache_clear()
     native, merge = launched
-    assert (native["grid"], native["early"]) == ((6, 10), False)
-    assert (merge["grid"], merge["early"]) == ((6, 12), True)
+    assert (native["grid"], native["early"], native["cluster"]) == ((6, 10), "native" in hopper.WAITING, 1)
+    assert (merge["grid"], merge["early"], merge["cluster"]) == ((6, 12), True, 1)
     assert same_parameters(native, merge)
     (shares,) = (t for t in made if t.dtype == torch.float32)
     start, end = shares.data_ptr(), shares.data_ptr() + 4 * shares.numel()
@@ -348,6 +417,40 @@ def test_shares_are_merged_by_a_second_launch(launched, made) -> None:
     assert native["peaks"] == native["partial"] + count * 512 * 4
     assert native["totals"] == native["peaks"] + count * 4
     assert native["totals"] + count * 4 == end
+
+
+def test_a_cluster_merges_its_shares_itself(launched, made, held, clusters) -> None:
+    held[10] = 12
+    call = a_call(3, h_q=12, s_q=2, device="cpu")
+    made.clear()
+    assert run(call) == ["native heads=8"]
+    (one,) = launched
+    assert (one["grid"], one["cluster"], one["splits"], one["head_tiles"]) == ((12, 10), 10, 10, 2)
+    assert (one["partial"], one["peaks"], one["totals"]) == (0, 0, 0)
+    assert not any(t.dtype == torch.float32 for t in made)
+
+
+@pytest.mark.parametrize(
+    ("rows", "h_q", "topk", "held_of", "clustered"),
+    [(6, 12, (128, 512), {10: 11}, False), (6, 12, (128, 512), {10: 12}, True), (6, 12, (128, 512), {}, False),
+     (128, 64, (128, 512), {2: 1}, True), (128, 64, (128, 512), {}, False), (1, 8, (128, 8192), {16: 99}, False)],
+)  # fmt: skip
+def test_large_clusters_that_would_take_turns_are_not_made(
+    launched, held, clusters, rows, h_q, topk, held_of, clustered
+) -> None:
+    held.update(held_of)
+    names = run(a_call(rows, h_q=h_q, topk=topk, device="cpu"))
+    assert ("merge" in names) is not clustered
+    assert [one["cluster"] > 1 for one in launched] == ([True] if clustered else [False, False])
+
+
+def test_kernels_that_wait_by_themselves_start_early(launched, monkeypatch) -> None:
+    monkeypatch.setattr(hopper, "WAITING", frozenset({"native", "union"}))
+    run(a_call(200, device="cpu"))
+    run(a_call(512, topk=(16,), device="cpu"))
+    assert [(one["name"], one["early"]) for one in launched] == [
+        ("native heads=8", True), ("union", True), ("packed", False), ("rest heads=8", True),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("rows", "s_q", "h_q", "topk"), [(515, 1, 40, (128, 32)), (172, 3, 8, (16,))])
@@ -362,7 +465,7 @@ def test_packed_rows_are_three_launches(launched, made, rows, s_q, h_q, topk) ->
         ("union", (groups, 1)), ("packed", (SMS, 1)), (rest, (groups * tiles, 1)),
     ]  # fmt: skip
     assert same_parameters(*launched)
-    assert not any(one["early"] for one in launched)
+    assert [one["early"] for one in launched] == [f in hopper.WAITING for f in ("union", "packed", "native")]
     first = launched[0]
     assert (first["rows"], first["h_q"], first["head_tiles"], first["splits"]) == (count, h_q, tiles, 1)
     assert (first["partial"], first["peaks"], first["totals"]) == (0, 0, 0)
@@ -461,10 +564,10 @@ def test_warmup_launches_what_a_call_would(launched, monkeypatch) -> None:
         warmup._once_hopper(a_call(1, h_q=20, topk=(16,), device="cpu"), done)
         packs = warmup.of_many_rows(a_call(1, h_q=20, topk=(16,), device="cpu"))
         warmup._once_hopper(packs, done)
-        assert list(done)[3:] == ["hopper union", "hopper packed", "hopper rest heads=32"]
+        assert list(done)[2:] == ["hopper union", "hopper packed", "hopper rest heads=32"]
         before = dict(done)
         warmup._once_hopper(with_keys(a_call(1, device="cpu"), layout="v32"), done)
-    assert list(done)[:3] == ["hopper native heads=8", "hopper merge", "hopper native heads=32"]
+    assert list(done)[:2] == ["hopper native heads=8", "hopper merge"]
     assert launched[-1]["rows"] == hopper.PACKED_ROWS
     assert done == before  # what is not taken is not launched
     assert all(seconds >= 0 for seconds in done.values())

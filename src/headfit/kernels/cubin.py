@@ -18,8 +18,10 @@ import torch
 from headfit.kernels.hopper_build import Binary
 
 LIBRARY: Final = "libcuda.so.1"
-MAX_DYNAMIC_SHARED, CARVEOUT = 8, 9  # CUfunction_attribute
-PROGRAMMATIC_STREAM_SERIALIZATION: Final = 6  # CUlaunchAttributeID
+MAX_DYNAMIC_SHARED, CARVEOUT, NON_PORTABLE_CLUSTERS = 8, 9, 14  # CUfunction_attribute
+CLUSTER_DIMENSION, CLUSTER_SCHEDULING_POLICY, PROGRAMMATIC_STREAM_SERIALIZATION = 4, 5, 6  # CUlaunchAttributeID
+LOAD_BALANCING: Final = 2  # CUclusterSchedulingPolicy: by default 64 clusters of 4 take two turns where one would do
+PORTABLE_CLUSTER: Final = 8  # CTAs; more have to be allowed kernel by kernel
 RELAXED: Final = 2  # CUstreamCaptureMode: loading a module is no part of the graph that may be under capture
 INVALID_CONTEXT: Final = 201
 _lock = threading.Lock()
@@ -30,9 +32,9 @@ class DriverError(RuntimeError):
 
 
 class Attribute(ctypes.Structure):
-    """CUlaunchAttribute: an id, and a value in a union of 64 bytes."""
+    """CUlaunchAttribute: an id, and in a union of 64 bytes a number, or x, y and z."""
 
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 3), ("rest", ctypes.c_char * 52))
 
 
 class Config(ctypes.Structure):
@@ -55,6 +57,7 @@ SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "cuOccupancyMaxActiveBlocksPerMultiprocessor": (
         ctypes.POINTER(ctypes.c_int), ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t,
     ),
+    "cuOccupancyMaxActiveClusters": (ctypes.POINTER(ctypes.c_int), ctypes.c_void_p, ctypes.POINTER(Config)),
     "cuLaunchKernelEx": (ctypes.POINTER(Config), ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p),
     "cuDeviceGet": (ctypes.POINTER(ctypes.c_int), ctypes.c_int),
     "cuDevicePrimaryCtxRetain": (ctypes.POINTER(ctypes.c_void_p), ctypes.c_int),
@@ -132,16 +135,14 @@ class Kernel:
             binary.shared,
         )  # fmt: skip
         self.ctas_per_sm = count.value
+        self._clusters: dict[int, int] = {}
 
     def _load(self, binary: Binary) -> ctypes.c_void_p:
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         mode = ctypes.c_int(RELAXED)
         self._cuda.call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
         try:
-            code = self._cuda.status("cuModuleLoadData", ctypes.byref(module), binary.image)
-            if code == INVALID_CONTEXT:  # the first CUDA call of a thread
-                self._cuda.enter(self._device)
-                code = self._cuda.status("cuModuleLoadData", ctypes.byref(module), binary.image)
+            code = self._status("cuModuleLoadData", ctypes.byref(module), binary.image)
             if code:
                 raise DriverError(f"{binary.name}: cannot be loaded: {self._cuda.meaning(code)}")
         finally:
@@ -149,7 +150,23 @@ class Kernel:
         self._cuda.call("cuModuleGetFunction", ctypes.byref(function), module, binary.symbol.encode())
         return function
 
-    def launch(self, grid: tuple[int, int], stream: int, parameters: Any, *, early: bool = False) -> None:
+    def clusters(self, size: int) -> int:
+        """How many clusters of ``size`` CTAs the device, which is current, holds at once; asked once a size."""
+        known = self._clusters.get(size)
+        if known is None:
+            count = ctypes.c_int()
+            code = 0
+            if size > PORTABLE_CLUSTER:
+                code = self._status("cuFuncSetAttribute", self.function, NON_PORTABLE_CLUSTERS, 1)
+            if code == 0:
+                config = self._config((1, size), 0, early=False, cluster=size)
+                code = self._status("cuOccupancyMaxActiveClusters", ctypes.byref(count), self.function, config)
+            known = self._clusters[size] = 0 if code else count.value
+        return known
+
+    def launch(
+        self, grid: tuple[int, int], stream: int, parameters: Any, *, early: bool = False, cluster: int = 1
+    ) -> None:
         """Launch ``grid`` CTAs on ``stream``, on the device that is current.
 
         Args:
@@ -158,20 +175,42 @@ class Kernel:
             parameters: the array of pointers to the values; the driver copies them before it returns.
             early: let the kernel start while the one before it in the stream still runs: it has to wait for that by
                 itself (programmatic dependent launch).
+            cluster: CTAs, neighbours in y, that are at work together and see each other's shared memory. A divisor of
+                y, and a size of which `clusters` counts some.
         """
-        config = Config(
-            grid[0], grid[1], 1, self.binary.threads, 1, 1, self.binary.shared, stream,
-            ctypes.pointer(_EARLY) if early else None, int(early),
-        )  # fmt: skip
-        code = self._cuda.status("cuLaunchKernelEx", config, self.function, parameters, None)
-        if code == INVALID_CONTEXT:  # as above
-            self._cuda.enter(self._device)
-            code = self._cuda.status("cuLaunchKernelEx", config, self.function, parameters, None)
+        config = self._config(grid, stream, early=early, cluster=cluster)
+        code = self._status("cuLaunchKernelEx", config, self.function, parameters, None)
         if code:
-            raise DriverError(f"{self.binary.name}, grid {grid}: {self._cuda.meaning(code)}")
+            clusters = f", clusters of {cluster}" if cluster > 1 else ""
+            raise DriverError(f"{self.binary.name}, grid {grid}{clusters}: {self._cuda.meaning(code)}")
+
+    def _config(self, grid: tuple[int, int], stream: int, *, early: bool, cluster: int) -> Config:
+        attributes = _attributes(early, cluster)
+        return Config(
+            grid[0], grid[1], 1, self.binary.threads, 1, 1, self.binary.shared, stream, attributes, len(attributes)
+        )
+
+    def _status(self, name: str, *arguments: Any) -> int:
+        """The driver's code for a call that needs a context: a thread that has none yet is given PyTorch's."""
+        code = self._cuda.status(name, *arguments)
+        if code == INVALID_CONTEXT:  # the first CUDA call of a thread
+            self._cuda.enter(self._device)
+            code = self._cuda.status(name, *arguments)
+        return code
 
 
-_EARLY: Final = Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1, b"")
+@functools.cache
+def _attributes(early: bool, cluster: int) -> ctypes.Array[Attribute]:
+    """What a launch says beyond its sizes; kept, since launches point to it."""
+    found = []
+    if early:
+        found.append(Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1, 0, 0), b""))
+    if cluster > 1:
+        found.append(Attribute(CLUSTER_DIMENSION, 0, (1, cluster, 1), b""))
+        found.append(Attribute(CLUSTER_SCHEDULING_POLICY, 0, (LOAD_BALANCING, 0, 0), b""))
+    return (Attribute * len(found))(*found)
+
+
 _kernels: dict[tuple[str, int], Kernel] = {}
 
 

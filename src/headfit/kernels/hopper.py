@@ -30,6 +30,16 @@ CHIP: Final = (9, 0)
 # CTAs of a split row that an SM is counted to hold. One number for all head tiles, though the narrow ones hold more:
 # the number of shares changes a result's last bits, and bits may not depend on the number of heads.
 CTAS_PER_SM: Final = 2
+# Up to this number of shares the CTAs of a row are a cluster, and merge among themselves: what hardware holds at most.
+CLUSTER: Final = 16
+# Clusters of more CTAs than this that are too many to be at work at once lose to two launches, smaller ones do not.
+TURNS: Final = 4
+# Few rows take narrower head tiles than their heads need, up to this number of CTAs an SM: a row is done sooner on more
+# SMs. Rows that are not split: up to one. Bits do not depend on it.
+NARROW_CTAS: Final = 2.5
+# Kernels, by `Spec.function`, that wait by themselves for the one before them, so that they may be launched early
+# (`ptx_async.wait_for_kernel_before`).
+WAITING: Final = frozenset({"merge", "native"})
 NATIVE: Final = {
     heads: Spec(f"native heads={heads}", "headfit.kernels.hopper_native", "native", (("heads", heads),))
     for heads in (8, 16, 32)
@@ -65,12 +75,14 @@ class Plan:
     """How a call is launched: CTAs of ``heads`` heads, ``head_tiles`` to a row, its keys in ``splits`` shares.
 
     ``packed``: CTAs of the packed kernel, which goes first and takes the groups of rows whose lists overlap; 0: none.
+    ``clustered``: the CTAs of a row merge its shares themselves, if the device holds such a cluster.
     """
 
     heads: int
     head_tiles: int
     splits: int
     packed: int = 0
+    clustered: bool = False
 
     @property
     def specs(self) -> tuple[Spec, ...]:
@@ -78,7 +90,7 @@ class Plan:
         if self.packed:
             return UNION, PACKED, REST[self.heads]
         native = NATIVE[self.heads]
-        return (native,) if self.splits == 1 else (native, MERGE)
+        return (native,) if self.splits == 1 or self.clustered else (native, MERGE)
 
 
 def available() -> str | None:
@@ -182,10 +194,12 @@ def plan(call: SparseCall, arch: archs.Arch) -> Plan:
 
 @functools.lru_cache(maxsize=4096)
 def _planned(rows: int, h_q: int, topk: tuple[int, ...], batch_invariant: bool, packing: bool, sms: int) -> Plan:
-    heads = next((tile for tile in NATIVE if tile >= h_q), max(NATIVE))
     tiles = sum([-(-lanes // KEYS) for lanes in topk])
     splits = 1 if batch_invariant else split_count(rows, tiles, sms)
-    return Plan(heads, -(-h_q // heads), splits, sms if packing and splits == 1 else 0)
+    most = int((NARROW_CTAS if splits > 1 else min(NARROW_CTAS, 1)) * sms) // (rows * splits)
+    heads = next((tile for tile in NATIVE if tile >= h_q or -(-h_q // tile) <= most), max(NATIVE))
+    packed = sms if packing and splits == 1 else 0
+    return Plan(heads, -(-h_q // heads), splits, packed, clustered=1 < splits <= CLUSTER)
 
 
 def may_pack(rows: int, lanes: int) -> bool:
@@ -204,6 +218,8 @@ def split_count(rows: int, tiles: int, sms: int) -> int:
     if tiles <= configs.ONE_PASS_TILES and rows >= configs.ONE_PASS_ROWS:
         return 1
     most = min(tiles, CTAS_PER_SM * sms // rows)
+    if tiles <= 2 * CLUSTER:  # two tiles in one launch are as fast as one in two
+        most = min(most, CLUSTER)
     if most <= 1:
         return 1
     share = -(-tiles // most)
@@ -213,33 +229,28 @@ def split_count(rows: int, tiles: int, sms: int) -> int:
 def run(call: SparseCall) -> None:
     """Launch the kernels of one checked call on the current stream."""
     chosen = plan(call, archs.current(call.q.device))
-    _launched.add(lambda: [spec.name for spec in chosen.specs])
     device = call.q.device.index
     if device == torch.cuda.current_device():
-        _launch(call, chosen, device)
+        specs = _launch(call, chosen, device)
     else:
         with torch.cuda.device(device):
-            _launch(call, chosen, device)
+            specs = _launch(call, chosen, device)
+    _launched.add(lambda: [spec.name for spec in specs])
 
 
-def _launch(call: SparseCall, chosen: Plan, device: int) -> None:
+def _launch(call: SparseCall, chosen: Plan, device: int) -> tuple[Spec, ...]:
+    """Launch, and return what was launched."""
+    if chosen.packed:
+        return _launch_packed(call, chosen, device)
     rows, h_q, splits = call.rows, call.h_q, chosen.splits
-    stream = cubin.current_stream(device)
+    spec = NATIVE[chosen.heads]
+    grid = (rows * chosen.head_tiles, splits)
     zeros = _zero_rows(call.q.device)
-    if splits == 1:
-        # Nothing has to be cleared. The allocator gives the memory to later work of this stream, or graph, alone.
-        words = work_words(rows, sum([keys.topk for keys in call.key_sets])) if chosen.packed else 0
-        work = torch.empty(words, dtype=torch.int32, device=call.q.device) if words else None
-        start = 0 if work is None else work.data_ptr()
-        hopper_abi.pack(_buffer, call, head_tiles=chosen.head_tiles, work=start, zeros=zeros.data_ptr())
-        if chosen.packed:
-            groups = -(-rows // GROUP)
-            _kernel(UNION, device).launch((groups, 1), stream, _buffer.pointers)
-            _kernel(PACKED, device).launch((chosen.packed, 1), stream, _buffer.pointers)
-            _kernel(REST[chosen.heads], device).launch((groups * chosen.head_tiles, 1), stream, _buffer.pointers)
-        else:
-            _kernel(NATIVE[chosen.heads], device).launch((rows * chosen.head_tiles, 1), stream, _buffer.pointers)
-        return
+    clustered = chosen.clustered and _in_clusters(spec, device, *grid)
+    if splits == 1 or clustered:
+        hopper_abi.pack(_buffer, call, head_tiles=chosen.head_tiles, splits=splits, zeros=zeros.data_ptr())
+        _start(spec, device, grid, cluster=splits)
+        return (spec,)
     # Rows times shares are at most CTAS_PER_SM an SM, so the shares of a call are small (69 MB at 128 heads).
     count = rows * splits * h_q
     shares = torch.empty(count * 514, dtype=torch.float32, device=call.q.device)
@@ -248,8 +259,34 @@ def _launch(call: SparseCall, chosen: Plan, device: int) -> None:
         _buffer, call, head_tiles=chosen.head_tiles, splits=splits,
         partial=start, peaks=start + count * 2048, totals=start + count * 2052, zeros=zeros.data_ptr(),
     )  # fmt: skip
-    _kernel(NATIVE[chosen.heads], device).launch((rows * chosen.head_tiles, splits), stream, _buffer.pointers)
-    _kernel(MERGE, device).launch((rows, h_q), stream, _buffer.pointers, early=True)
+    _start(spec, device, grid)
+    _start(MERGE, device, (rows, h_q))
+    return spec, MERGE
+
+
+def _in_clusters(spec: Spec, device: int, count: int, size: int) -> bool:
+    """Whether ``count`` clusters of ``size`` are worth it on ``device``. Either way makes the same bits."""
+    held = _kernel(spec, device).clusters(size)
+    return held >= count if size > TURNS else held > 0
+
+
+def _launch_packed(call: SparseCall, chosen: Plan, device: int) -> tuple[Spec, ...]:
+    """Launch the three kernels of packing, and return them."""
+    # Nothing has to be cleared. The allocator gives the memory to later work of this stream, or graph, alone.
+    words = work_words(call.rows, sum([keys.topk for keys in call.key_sets]))
+    work = torch.empty(words, dtype=torch.int32, device=call.q.device)
+    zeros = _zero_rows(call.q.device)
+    hopper_abi.pack(_buffer, call, head_tiles=chosen.head_tiles, work=work.data_ptr(), zeros=zeros.data_ptr())
+    groups = -(-call.rows // GROUP)
+    for spec, ctas in zip(chosen.specs, (groups, chosen.packed, groups * chosen.head_tiles), strict=True):
+        _start(spec, device, (ctas, 1))
+    return chosen.specs
+
+
+def _start(spec: Spec, device: int, grid: tuple[int, int], cluster: int = 1) -> None:
+    """Launch one kernel with the parameters in the buffer, on PyTorch's current stream of ``device``, the current."""
+    stream, early = cubin.current_stream(device), spec.function in WAITING
+    _kernel(spec, device).launch(grid, stream, _buffer.pointers, early=early, cluster=cluster)
 
 
 def _zero_rows(device: torch.device) -> Tensor:

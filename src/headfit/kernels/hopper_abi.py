@@ -114,7 +114,8 @@ def pack(
         call: a checked call of layout ``v4``.
         head_tiles: CTAs that share the heads of a row.
         splits: CTAs that share the keys of a row; 1: the kernel writes ``out`` and ``lse`` itself.
-        partial, peaks, totals: addresses of the float32 shares ``[rows, splits, h_q(, 512)]``, 0 without.
+        partial, peaks, totals: addresses of the float32 shares ``[rows, splits, h_q(, 512)]``, 0 without. With more
+            than one share 0 says that the CTAs of a row are launched as a cluster, which writes ``out`` and ``lse``.
         work: address of the int32 workspace of packing, 0: packing is off.
         zeros: address of 256 x 576 zero bytes, copied from where a lane has no key; nobody writes them.
     """

@@ -3,10 +3,9 @@
 Belongs here: who looks up which key when, and what is copied where.
 
 Looking up is done by two warps a tile, in turn: one lane a key. They leave 64 addresses in shared memory and send for
-the scales; then each of the eight warps has 8 of the 64 rows copied, four of the first half
-and four of the second. A lane without a key (past the list, negative, beyond the cache) touches no cache memory: its
-row is copied from zeros, spread over many, since copies of one row from everywhere would queue up, and its scales are
-neutral ones.
+the scales; then each of the four warps has 16 of the 64 rows copied, eight of the first half and eight of the second. A
+lane without a key (past the list, negative, beyond the cache) touches no cache memory: its row is copied from zeros,
+spread over many, since copies of one row from everywhere would queue up, and its scales are neutral ones.
 """
 
 # mypy: ignore-errors
@@ -20,7 +19,7 @@ from headfit.kernels.hopper_rows import ROW_BYTES, RowLists, caches
 
 ZERO_ROWS = 256  # of 576 bytes behind the parameter `zeros`; then 7 scale bytes of 120, as good as any, and 255
 RECORD = 48  # bytes
-TURNS = 4  # pairs of warps that look up tiles in turn
+TURNS = 2  # pairs of warps that look up tiles in turn
 ARRIVALS = 66  # at a tile's barrier: 64 lanes once their scales are there, 2 warps that expect the rows
 
 
@@ -104,7 +103,7 @@ class Keys:
             zero_row = (it * 64 + key + ptx.block()) & (ZERO_ROWS - 1)
             nothing = p.zeros + ptx.wide(zero_row, Int64(ROW_BYTES))
             source = ptx.pick64(valid, begin + ptx.wide(offset, Int64(ROW_BYTES)), nothing)
-            ptx.sts64(f.sources + parity * f.size.source_bytes + key * 8, ptx.words(source))
+            ptx.sts64(f.sources + parity * 512 + key * 8, ptx.words(source))
             scales = ptx.pick64(valid, scales, p.zeros + Int64(ZERO_ROWS * ROW_BYTES))
             ptx_async.copy_async8(f.raw + key * PITCH + SCALES + parity * 8, scales, 8 - valid)
             full = f.full + parity * 8
@@ -114,10 +113,16 @@ class Keys:
 
         ptx.when(self.turn(it, end), find)
 
-    def copy(self, half, parity):
-        """Send for four rows of a half, from the addresses in shared memory."""
-        sources = self.f.sources + parity * self.f.size.source_bytes + self.wid * 32
-        target = self.f.raw + self.wid * 4 * PITCH
+    def copy(self, half, part, parity):
+        """Send for four rows: of the two fours of a half that are this warp's, from the addresses in shared memory."""
+        row = half * 32 + part * 4
+        sources = self.f.sources + parity * 512 + self.wid * 64
+        target = self.f.raw + self.wid * 8 * PITCH
         ptx_async.copy_four_rows(
-            sources, 256 * half, target + half * 32 * PITCH, self.f.full + parity * 8, ROW_BYTES, PITCH
-        )
+            sources, 8 * row, target + row * PITCH, self.f.full + parity * 8, ROW_BYTES, PITCH
+        )  # fmt: skip
+
+    def copy_half(self, half, parity):
+        """Send for all of this warp's rows of a half."""
+        for part in range(2):
+            self.copy(half, part, parity)

@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from headfit.kernels import ptx
+from headfit.kernels import ptx, ptx_async
 from headfit.kernels.hopper_params import Params, Traced
 
 THREADS = 128
@@ -28,7 +28,7 @@ def merge() -> Traced:
     def sparse_mla_merge(p: Params):
         thread, _, _ = cute.arch.thread_idx()
         row, head, _ = cute.arch.block_idx()
-        wait_for_shares()
+        ptx_async.wait_for_kernel_before()
         # Offsets in elements of peaks and totals; a share further is h_q further.
         first = (Int64(row) * Int64(p.splits)) * Int64(p.h_q) + Int64(head)
         sink = load_if(p.sink + Int64(head) * 4, ptx.given(p.sink), Float32(NONE))
@@ -50,11 +50,6 @@ def merge() -> Traced:
         store(p, row, head, thread, [a0, a1, a2, a3], peak, base, total, sink)
 
     return Traced(sparse_mla_merge, threads=THREADS, smem=0)
-
-
-def wait_for_shares():
-    """Wait until the kernel before this one is done and its writes are seen; this one may have been started early."""
-    ptx.asm([], [], "griddepcontrol.wait;", "~{memory}")
 
 
 # Loads without .nc: what they read was still being written when this kernel was started.
@@ -102,15 +97,25 @@ def add_shares(sums, p, first, i, base, thread):
 
 def store(p, row, head, thread, acc, peak, base, total, sink):
     """Normalise with the sink and write; thread 0 writes lse."""
-    some = not_zero(total)
-    weight = total + ptx.ex2(sink * LOG2_E - base)
-    factor = ptx.pickf(some, ptx.asm([Float32], [weight], "rcp.rn.f32 $0, $1;", "=f,f", False)[0], Float32(0.0))
+    low, high, lse = result(acc, peak, base, total, sink)
     b = ptx.divide(row, p.magic_s, p.shift_s)
     s = row - b * p.s_q
     place = p.out + (Int64(b) * p.out_b + Int64(s) * p.out_s + Int64(head) * p.out_h) * 2 + Int64(thread) * 8
+    put(place, low, high)
+    target = p.lse + (Int64(b) * p.lse_b + Int64(head) * p.lse_h + Int64(s) * p.lse_s) * 4
+    ptx.stg32f_if(target, lse, ptx.equal(thread, Int32(0)))
+
+
+def result(acc, peak, base, total, sink):
+    """Four normalised dims as two bf16 pairs, and lse: 0 and +inf without a key."""
+    some = not_zero(total)
+    weight = total + ptx.ex2(sink * LOG2_E - base)
+    factor = ptx.pickf(some, ptx.asm([Float32], [weight], "rcp.rn.f32 $0, $1;", "=f,f", False)[0], Float32(0.0))
     low = ptx.pack_bf16(ptx.fmul(acc[0], factor), ptx.fmul(acc[1], factor))
     high = ptx.pack_bf16(ptx.fmul(acc[2], factor), ptx.fmul(acc[3], factor))
+    return low, high, ptx.pickf(some, (peak + ptx.lg2(total)) * LN_2, Float32(float("inf")))
+
+
+def put(place, low, high):
+    """Store two words."""
     ptx.asm([], [place, low, high], "st.global.v2.b32 [$0], {$1,$2};", "l,r,r,~{memory}")
-    natural = ptx.pickf(some, (peak + ptx.lg2(total)) * LN_2, Float32(float("inf")))
-    target = p.lse + (Int64(b) * p.lse_b + Int64(head) * p.lse_h + Int64(s) * p.lse_s) * 4
-    ptx.stg32f_if(target, natural, ptx.equal(thread, Int32(0)))

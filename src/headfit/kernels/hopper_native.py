@@ -15,9 +15,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from headfit.kernels import ptx, ptx_async
+from headfit.kernels import hopper_cluster, ptx, ptx_async
 from headfit.kernels.hopper_keys import ARRIVALS, Keys
-from headfit.kernels.hopper_native_tile import PITCH, THREADS, permuted, tile
+from headfit.kernels.hopper_native_tile import PITCH, THREADS, WARPS, permuted, tile
 from headfit.kernels.hopper_params import Params, Traced
 
 LOWEST = -3e38  # of a running maximum that has seen no logit
@@ -28,19 +28,16 @@ LN_2, LOG2_E = 0.6931471805599453, 1.4426950408889634
 class Size:
     """What the number of heads of a CTA fixes. Offsets and sizes are bytes of shared memory.
 
-    ``early_lookup``: the next tile is looked up before this one is there, for 512 bytes. ``rows``: that a CTA computes
-    one after the other, 1, or the 8 of a group: where most groups are packed, fewer CTAs have to come to see it.
+    ``ahead``: steps of the second product that are read before the next one. ``whole_groups``: whether the first
+    product runs a group of dims at a time, or half of one. ``rows``: that a CTA computes one after the other, 1, or the
+    8 of a group: where most groups are packed, fewer CTAs have to come to see it.
     """
 
     heads: int
     min_blocks: int
-    early_lookup: bool
+    ahead: int
+    whole_groups: bool
     rows: int = 1
-
-    @property
-    def source_bytes(self):
-        """From the addresses of one tile to those of the next: early lookup needs both at a time."""
-        return 512 if self.early_lookup else 0
 
     @property
     def n(self):
@@ -49,7 +46,7 @@ class Size:
 
     @property
     def nv(self):
-        """Logits of a thread after the exchange."""
+        """Logits of a thread for each of its two keys."""
         return self.heads // 4
 
     @property
@@ -57,22 +54,19 @@ class Size:
         """Q or P of 64 dims or keys."""
         return self.heads * 128
 
-    @property
-    def exchange_bytes(self):
-        """What one warpgroup sends to the other."""
-        return 128 * 4 * self.nv
-
     def offsets(self):
-        """Places of q, weights, raw rows, exchange, maxima, factors, sources, lists, flag, barriers; and the end."""
-        head, exchange = 8 * self.group_bytes, 2 * self.exchange_bytes
-        sizes = (head, head, 64 * PITCH, exchange, 128, 128, 512 + self.source_bytes, 96, 16, 32)
+        """Places of q, weights, raw rows, peaks, maxima, factors, sources, lists, flag, barriers; and the end."""
+        head = 8 * self.group_bytes
+        sizes = (head, head, 64 * PITCH, 2 * WARPS * 128, 128, 128, 1024, 96, 16, 32)
         return [sum(sizes[:i]) for i in range(len(sizes) + 1)]
 
 
-SIZES = {  # as many CTAs an SM as registers (64, 80, 128 a thread) and shared memory allow: more CTAs won each time
-    8: Size(8, min_blocks=4, early_lookup=False),
-    16: Size(16, min_blocks=3, early_lookup=True),
-    32: Size(32, min_blocks=2, early_lookup=True),
+# As many CTAs an SM as registers (128, 168, 256 a thread) and shared memory allow. Widths differ in how far a warp
+# works ahead, as measured at 4096 x 640: at most 3 %.
+SIZES = {
+    8: Size(8, min_blocks=4, ahead=1, whole_groups=False),
+    16: Size(16, min_blocks=3, ahead=2, whole_groups=False),
+    32: Size(32, min_blocks=2, ahead=2, whole_groups=True),
 }
 
 
@@ -80,14 +74,13 @@ class Frame:
     """A thread's places, fixed for the life of a row. Few are kept in registers: the rest is computed where needed."""
 
     def __init__(self, size, base, tid, wid):
-        q, p, raw, exchange, maxima, _, sources, lists, flag, barriers, _ = size.offsets()
-        lane, self.warp = tid & 31, wid & 3
+        q, p, raw, peaks, maxima, _, sources, lists, flag, barriers, _ = size.offsets()
+        lane = tid & 31
         self.size, self.wid = size, wid
-        self.q, self.raw = base + q, base + raw
-        self.rows = self.raw + permuted(self.warp * 16 + (lane >> 2)) * PITCH + (lane & 3) * 16
-        self.columns = self.raw + permuted(lane) * PITCH + self.warp * 16
-        self.peaks = base + exchange
-        self.p = base + p
+        self.q, self.p, self.raw = base + q, base + p, base + raw
+        self.rows = self.raw + permuted(wid * 16 + (lane >> 2)) * PITCH + (lane & 3) * 16
+        self.columns = self.raw + permuted(lane) * PITCH + wid * 16
+        self.peaks = base + peaks
         self.q_descriptor = ((base + q) >> 4) | 0x10000
         self.p_descriptor = ((base + p) >> 4) | 0x10000
         self.head_maxima, self.head_factors = base + maxima, base + maxima + 128
@@ -98,20 +91,24 @@ class Frame:
 
     def rope_columns(self):
         """Like ``columns``, for rope dims, which are two bytes each."""
-        return self.columns + self.warp * 16
+        return self.columns + self.wid * 16
 
-    def exchange(self):
-        """Where this thread's logits lie for the other warpgroup."""
-        return self.peaks + self.warp * 32 * min(16, 4 * self.size.nv) + ptx.lane() * min(16, 4 * self.size.nv)
+    def scales_row(self):
+        """The shared row of the first own key, with its scales of this tile at ``SCALES``."""
+        return self.rows - ((ptx.lane() & 3) << 4) + self.parity * 8
 
-    def weights(self, wg):
-        """Where this lane's row of eight weights is stored."""
+    def weights(self, i):
+        """Where this lane's row of eight weights is stored: of a head, eight first (``i`` 0) or second own keys."""
         head = ptx.lane() & (self.size.heads - 1)
-        return self.p + head * 128 + (((2 * self.warp + wg) ^ (head & 7)) << 4)
+        return self.p + head * 128 + (((2 * self.wid + i) ^ (head & 7)) << 4)
 
     def maxima(self):
         """The maximum of this thread's first head; the factor stands 128 bytes further, the next two heads 32."""
         return self.head_maxima + (ptx.lane() & 3) * 8
+
+    def peak_row(self, i):
+        """Where this warp leaves something of its first (``i`` 0) or second own keys, from `peaks`: 4 bytes a lane."""
+        return (WARPS * i + self.wid) * 128
 
     def head(self, lane):
         """The head whose maximum and sum a lane keeps, after ``gathered``."""
@@ -123,23 +120,24 @@ class State:
     """What a thread carries from tile to tile; register arrays, indexed by constants only."""
 
     def __init__(self, size):
-        self.acc = cute.make_rmem_tensor((4 * size.n,), Float32)  # [group of this warpgroup][accumulator]
-        self.total = cute.make_rmem_tensor((1,), Float32)
+        self.acc = cute.make_rmem_tensor((8 * size.n,), Float32)  # [group of dims][accumulator]
+        self.total = cute.make_rmem_tensor((2,), Float32)
         self.size = size
 
 
 def clear(state):
     """Sums as before the first tile."""
-    for i in range(4 * state.size.n):
+    for i in range(8 * state.size.n):
         state.acc[i] = Float32(0.0)
-    state.total[0] = Float32(0.0)
+    for i in range(2):
+        state.total[i] = Float32(0.0)
 
 
 def fetch_queries(f, p, place):
     """Send for q of this CTA's heads: a warp takes a head at a time, a lane 2 x 8 of its dims."""
     lane, chunks = ptx.lane(), []
-    for k in range(f.size.heads // 8):
-        head = f.wid + 8 * k
+    for k in range(f.size.heads // WARPS):
+        head = f.wid + WARPS * k
         source = place.q + ptx.wide(head, p.q_h) * 2
         here = ptx.less(head, place.heads)
         chunks.append([ptx.ldg128_if(ptx.at(source, lane * 16 + 512 * i), here) for i in range(2)])
@@ -155,17 +153,18 @@ def store_queries(f, p, chunks, any_scale):
     """
     lane = ptx.lane()
     for k, pair in enumerate(chunks):
-        head = f.wid + 8 * k
+        head = f.wid + WARPS * k
         exponent = Int32(134) if any_scale else largest_exponent(pair)
+        power = None if any_scale else (261 - exponent) << 23
         for i in range(2):
-            store_query_chunk(f, head, lane + 32 * i, pair[i], None if any_scale else (261 - exponent) << 23)
+            store_query_chunk(f, head, i, pair[i], power)
         factor = p.scale_log2 * ptx.as_float((exponent - 7) << 23)
 
         def write(head=head, factor=factor):
             ptx.sts32f(f.head_maxima + head * 4, Float32(LOWEST))
             ptx.sts32f(f.head_factors + head * 4, factor)
 
-        ptx.when(ptx.leader(), write)
+        ptx.when(ptx.equal(lane, Int32(0)), write)
 
 
 def largest_exponent(pair):
@@ -173,26 +172,28 @@ def largest_exponent(pair):
     top = Int32(0)
     for word in pair[0] + pair[1]:
         top = ptx.max_u16x2(top, word & 0x7FFF7FFF)
-    for mask in (16, 8, 4, 2, 1):
-        top = ptx.max_u16x2(top, ptx.shfl_xor_bits(top, mask))
-    top = ptx.max_u16x2(top, ptx.shr(top, 16)) & 0xFFFF
+    top = ptx.warp_max(ptx.max32(ptx.shr(top, 16), top & 0xFFFF))
     return ptx.max32(ptx.shr(top, 7), Int32(14))
 
 
-def store_query_chunk(f, head, chunk, words, power):
-    """Eight dims of a head at their k index: as they are without ``power``, else times it, as f16 or (rope) bf16."""
-    group, sub = chunk >> 3, chunk & 7
-    rope = ptx.equal(group, Int32(7))
-    high = ptx.pick32(rope, sub >> 2, sub & 1)
-    column = ptx.pick32(rope, sub & 3, sub >> 1)
-    base = f.q + group * f.size.group_bytes + head * 128 + 4 * column
+def store_query_chunk(f, head, i, words, power):
+    """Eight dims of a head at their k index: as they are without ``power``, else times it, as f16 or (rope) bf16.
+
+    Lanes 24 to 31 of the second chunks have the rope dims.
+    """
+    lane = ptx.lane()
+    sub = lane & 7
+    rope = ptx.less(Int32(23), lane) if i else Int32(0)
+    high, column = sub & 1, sub >> 1
+    if i:
+        high, column = ptx.pick32(rope, sub >> 2, high), ptx.pick32(rope, sub & 3, column)
+    base = f.q + ((lane >> 3) + 4 * i) * f.size.group_bytes + head * 128 + 4 * column
     for j in range(4):
         word = words[j]
         if power is not None:
-            factor, both = ptx.as_float(power), ptx.prmt(power, power, 0x3232)
-            low, upper = ptx.as_float(word << 16), ptx.as_float(ptx.prmt(word, Int32(0), 0x3244))
-            usual = ptx.pack_f16(ptx.fmul(low, factor), ptx.fmul(upper, factor))
-            word = ptx.pick32(rope, ptx.mul_bf16x2(word, both), usual)
+            scaled = ptx.mul_bf16x2(word, ptx.prmt(power, power, 0x3232))
+            word = ptx.bf16_pair_to_f16(scaled)
+            word = ptx.pick32(rope, scaled, word) if i else word
         ptx.sts32(base + (((4 * high + j) ^ (head & 7)) << 4), word)
 
 
@@ -203,89 +204,89 @@ def first_tile(keys, end, parity):
     ptx.sync(THREADS)
 
     def copy():
-        keys.copy(0, parity & 1)
-        keys.copy(1, parity & 1)
+        keys.copy_half(0, parity & 1)
+        keys.copy_half(1, parity & 1)
 
     ptx.when(ptx.less(Int32(0), end), copy)
 
 
-def finish(f, wg, p, state, unit, r):
+def finish(f, p, state, unit, r):
     """The result of the row, or this CTA's share of it. ``unit``: what a weight's scale was multiplied by, inverted."""
-    size = f.size
     lane = ptx.lane()
     peaks = f.peaks + lane * 4
-    ptx.sync(THREADS)
-    ptx.sts32f(peaks + f.wid * 128, state.total[0])
+    for i in range(2):
+        ptx.sts32f(peaks + f.peak_row(i), state.total[i])
     ptx.sync(THREADS)
     total = ptx.lds32f(peaks)
-    for warp in range(1, 8):
-        total = ptx.fadd(total, ptx.lds32f(peaks, 128 * warp))
-    place = Place(p, size, r)
+    for row in range(1, 2 * WARPS):
+        total = ptx.fadd(total, ptx.lds32f(peaks, 128 * row))
+    place = Place(p, f.size, r)
     place.lane, place.head = lane, f.head(lane)
     maximum = ptx.lds32f(f.head_maxima + place.head * 4)
+    if f.size.rows > 1:
+        write_whole(f, p, state, unit, place, total, maximum)
+        return
     whole = ptx.equal(p.splits, Int32(1))
-    ptx.when(whole, lambda: write_whole(f, wg, p, state, unit, place, total, maximum))
-    ptx.when(whole ^ 1, lambda: write_share(f, wg, p, state, unit, place, total, maximum))
+    ptx.when(whole, lambda: write_whole(f, p, state, unit, place, total, maximum))
+    ptx.when(whole ^ 1, lambda: keep_share(f, state, unit, place, total, maximum))
 
 
 def speaks(f, place):
-    """Whether this lane writes the statistics of its head: one lane of one warp does."""
-    return ptx.equal(f.wid, Int32(0)) & ptx.less(place.lane, Int32(4 * f.size.nv)) & ptx.less(place.head, place.heads)
+    """Whether this lane has the statistics of a head of its own to write: one lane of one warp does."""
+    return ptx.equal(f.wid, Int32(0)) & ptx.less(place.lane, Int32(4 * f.size.nv))
 
 
-def write_whole(f, wg, p, state, unit, place, total, maximum):
+def thread_heads(f, place):
+    """Of each of a thread's heads: its number among the accumulators, itself."""
+    c = place.lane & 3
+    return [(i, 8 * (i >> 1) + 2 * c + (i & 1)) for i in range(f.size.nv)]
+
+
+def write_whole(f, p, state, unit, place, total, maximum):
     """Normalised output and lse. A row without keys: 0 and +inf."""
     g, c = place.lane >> 2, place.lane & 3
     empty = ptx.equal(ptx.as_bits(total), Int32(0))
     lse = ptx.fmul(ptx.fadd(maximum, ptx.lg2(total)), Float32(LN_2))
     lse = ptx.pickf(empty, Float32(float("inf")), lse)
-    ptx.stg32f_if(place.lse + ptx.wide(place.head, p.lse_h) * 4, lse, speaks(f, place))
+    there = ptx.less(place.head, place.heads)
+    ptx.stg32f_if(place.lse + ptx.wide(place.head, p.lse_h) * 4, lse, speaks(f, place) & there)
     sink_at = ptx.at(p.sink, (place.head0 + place.head) * 4)
-    given = ptx.given(p.sink) & ptx.less(place.head, place.heads)
-    sink = ptx.as_float(ptx.ldg32_if(sink_at, given, Int32(0xFF800000 - (1 << 32))))
+    sink = ptx.as_float(ptx.ldg32_if(sink_at, ptx.given(p.sink) & there, Int32(0xFF800000 - (1 << 32))))
     weight = ptx.fadd(total, ptx.ex2(ptx.fma(sink, Float32(LOG2_E), -maximum)))
     norm = ptx.pickf(empty, Float32(0.0), ptx.rcp(weight))
-    for i in range(f.size.nv):
+    for i, head in thread_heads(f, place):
         factor = ptx.shfl(norm, c + 4 * i)
-        head = 8 * (i >> 1) + 2 * c + (i & 1)
         here = ptx.less(head, place.heads)
-        row = place.out + ptx.wide(head, p.out_h) * 2
-        for k in range(4):
-            group = 4 * wg + k
-            z = k * f.size.n + 4 * (i >> 1) + (i & 1)
-            scale = factor if group == 7 else ptx.fmul(factor, unit)
-            pair = ptx.pack_bf16(ptx.fmul(state.acc[z], scale), ptx.fmul(state.acc[z + 2], scale))
+        row = ptx.at(place.out + ptx.wide(head, p.out_h) * 2, f.wid * 32)
+        scale = ptx.fmul(factor, unit)
+        for group in range(8):
+            z = group * f.size.n + 4 * (i >> 1) + (i & 1)
+            by = factor if group == 7 else scale
+            pair = ptx.pack_bf16(ptx.fmul(state.acc[z], by), ptx.fmul(state.acc[z + 2], by))
             if group < 7:
-                ptx.stg32_if(ptx.at(row, group * 128 + f.warp * 32 + g * 4), pair, here)
+                ptx.stg32_if(ptx.at(row, group * 128 + g * 4), pair, here)
             else:
-                at = ptx.at(row, group * 128 + f.warp * 32 + g * 2)
+                at = ptx.at(row, group * 128 + g * 2)
                 ptx.stg16_if(at, pair, here)
                 ptx.stg16_if(at + 16, ptx.shr(pair, 16), here)
 
 
-def write_share(f, wg, p, state, unit, place, total, maximum):
-    """Sums as they are, and the maximum they are relative to, for the merge."""
-    g, c = place.lane >> 2, place.lane & 3
-    empty = ptx.equal(ptx.as_bits(total), Int32(0))
-    peak = ptx.pickf(empty, Float32(float("-inf")), maximum)
-    slot = place.share + place.head
-    ptx.stg32f_if(p.peaks + ptx.wide(slot, Int64(4)), peak, speaks(f, place))
-    ptx.stg32f_if(p.totals + ptx.wide(slot, Int64(4)), total, speaks(f, place))
-    for i in range(f.size.nv):
-        head = 8 * (i >> 1) + 2 * c + (i & 1)
-        here = ptx.less(head, place.heads)
-        row = p.partial + ptx.wide(place.share + head, Int64(2048))
-        for k in range(4):
-            group = 4 * wg + k
-            z = k * f.size.n + 4 * (i >> 1) + (i & 1)
+def keep_share(f, state, unit, place, total, maximum):
+    """Sums as they are, and the maximum they are relative to, in shared memory, over q, weights and rows."""
+    g, base, heads = place.lane >> 2, f.q, f.size.heads
+    peak = ptx.pickf(ptx.equal(ptx.as_bits(total), Int32(0)), Float32(float("-inf")), maximum)
+    at = hopper_cluster.statistics_at(base, heads, place.head)
+    ptx.when(speaks(f, place), lambda: ptx.sts64f(at, [peak, total]))
+    for i, head in thread_heads(f, place):
+        for group in range(8):
+            z = group * f.size.n + 4 * (i >> 1) + (i & 1)
+            at = hopper_cluster.value_at(base, head, group * 64) + f.wid * 64
             a, b = state.acc[z], state.acc[z + 2]
             if group < 7:
-                at = ptx.at(row, group * 256 + f.warp * 64 + g * 8)
-                ptx.stg64f_if(at, [ptx.fmul(a, unit), ptx.fmul(b, unit)], here)
+                ptx.sts64f(at + g * 8, [ptx.fmul(a, unit), ptx.fmul(b, unit)])
             else:
-                at = ptx.at(row, group * 256 + f.warp * 64 + g * 4)
-                ptx.stg32f_if(at, a, here)
-                ptx.stg32f_if(at + 32, b, here)
+                ptx.sts32f(at + g * 4, a)
+                ptx.sts32f(at + g * 4, b, 32)
 
 
 class Place:
@@ -315,37 +316,27 @@ def native(heads, **changes):
         tid, _, _ = cute.arch.thread_idx()
         base = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint())
         wid = cute.arch.make_warp_uniform(tid >> 5)
+        ptx_async.wait_for_kernel_before()
         f = places(p, size, base, tid, wid)
         state = State(size)
         leave_packed(p, size)
         for r in cutlass.range(0, rows_here(p, size), unroll=1):
             end = cute.arch.make_warp_uniform(begin_row(f, p, r, tid))
             clear(state)
-            if wid < 4:
-                for it in cutlass.range(0, end, unroll=1):
-                    tile(f, 0, it, end, 0, state, False)
-            else:
-                for it in cutlass.range(0, end, unroll=1):
-                    tile(f, 1, it, end, 0, state, False)
+            for it in cutlass.range(0, end, unroll=1):
+                tile(f, it, end, 0, state, False)
             ptx.sync(THREADS)
             if ptx.lds32(f.unusual) == 0:
-                if wid < 4:
-                    finish(f, 0, p, state, Float32(2.0**-10), r)
-                else:
-                    finish(f, 1, p, state, Float32(2.0**-10), r)
+                finish(f, p, state, Float32(2.0**-10), r)
             else:
                 g = places(p, size, base, ptx.thread(), cute.arch.make_warp_uniform(ptx.thread() >> 5))
                 begin_again(g, p, r, end)
                 clear(state)
-                if wid < 4:
-                    for it in cutlass.range(0, end, unroll=1):
-                        tile(g, 0, it, end, end, state, True)
-                    finish(g, 0, p, state, Float32(1.0), r)
-                else:
-                    for it in cutlass.range(0, end, unroll=1):
-                        tile(g, 1, it, end, end, state, True)
-                    finish(g, 1, p, state, Float32(1.0), r)
-            end_row(f, tid)
+                for it in cutlass.range(0, end, unroll=1):
+                    tile(g, it, end, end, state, True)
+                ptx.sync(THREADS)
+                finish(g, p, state, Float32(1.0), r)
+            end_row(f, p, tid)
 
     return Traced(sparse_mla_native, threads=THREADS, smem=size.offsets()[-1], min_blocks=size.min_blocks)
 
@@ -367,7 +358,12 @@ def begin_row(f, p, r, tid):
     unit = ptx.quotient(ptx.block(), p.head_tiles)
     end = f.keys.open(unit * f.size.rows + r, ptx.block_y(), tid)
     starts = ptx.equal(tid, Int32(0))
-    for barrier, count in ((f.full, ARRIVALS), (f.full + 8, ARRIVALS), (f.first_half_free, 8), (f.second_half_free, 8)):
+    for barrier, count in (
+        (f.full, ARRIVALS),
+        (f.full + 8, ARRIVALS),
+        (f.first_half_free, WARPS),
+        (f.second_half_free, WARPS),
+    ):
         ptx_async.mbarrier_init_if(barrier, count, starts)
     ptx_async.mbarrier_init_done()
     ptx.when(starts, lambda: ptx.sts32(f.unusual, Int32(0)))
@@ -388,12 +384,17 @@ def begin_again(f, p, r, end):
     ptx.sync(THREADS)
 
 
-def end_row(f, tid):
-    """Take the barriers down, where another row follows."""
+def end_row(f, p, tid):
+    """Where another row follows, take the barriers down; where this one is split, make its result of the shares."""
     if f.size.rows > 1:
         ptx.sync(THREADS)
         for i in range(4):
             ptx_async.mbarrier_end_if(f.full + 8 * i, ptx.equal(tid, Int32(0)))
+        return
+    warp = cute.arch.make_warp_uniform(ptx.thread() >> 5)
+    split = ptx.equal(p.splits, Int32(1)) ^ 1
+    place = lambda: Place(p, f.size, Int32(0))  # noqa: E731
+    ptx.when(split, lambda: hopper_cluster.close_share(p, f.size.heads, f.q, place(), warp))
 
 
 def leave_packed(p, size):

@@ -4,12 +4,14 @@ Belongs here: the arithmetic of a tile and the hand-over to the next one. Does n
 (``hopper_native.py``), instructions (``ptx.py``).
 
 Orientation. Keys are the rows (M) of both products and heads their columns (N): ``S^T = K Q^T``, ``O^T += K^T P^T``, so
-no padded head is computed and a head's bits do not depend on the others. Eight warps, two warpgroups; each owns four of
-the eight groups of 64 dims, in both products. Keys come out of shared memory as they lie in the cache, are converted in
-registers and go into the matrix unit as its register operand.
+no padded head is computed and a head's bits do not depend on the others. One warpgroup does it all. Keys come out of
+shared memory as they lie in the cache, are converted in registers and go into the matrix unit as its register operand.
+Few warps run on an SM (8 to 16), so a warp overlaps its own work: while a product runs, the operands of the next are
+converted and those of a later one are read.
 
 Key r of a tile stands in shared row r. Row ``i`` of a product is key ``permuted(i)``: with it, 16-byte reads of eight
-neighbouring rows and transposed reads are both free of bank conflicts.
+neighbouring rows and transposed reads are both free of bank conflicts. A thread has two rows of the first product, g
+and g + 8 of its warp's 16: its two own keys.
 
 Two kinds of arithmetic, chosen by the row's scales alone:
 
@@ -17,7 +19,7 @@ Two kinds of arithmetic, chosen by the row's scales alone:
 * any: everything is bf16, for q, scales and weights in every exponent; scales join in float32.
 
 Usual logits are f16 products per group of 64 dims (e4m3 is exact in f16; q is brought into f16's range by a power of
-two per head), with the group's scale in float32.
+two per head), with the group's scale in float32. Either half of the dims, four groups, is summed up on its own.
 """
 
 # mypy: ignore-errors
@@ -28,10 +30,12 @@ from headfit.kernels import ptx, ptx_async
 
 PITCH = 592  # bytes between rows in shared memory: 576 of the row, 2 x 8 for the scales of this tile and the next
 SCALES = 576
-THREADS = 256
+WARPS = 4
+THREADS = 32 * WARPS
 LAZY = 0x40800000  # 4.0: a maximum is only replaced when a logit exceeds it by 2^4 (f16 weights stay below 2^15)
-ONE = 0x3F800000  # the bits of 1.0
 MINUS_INFINITY = float("-inf")
+# Steps of the second product: 32 keys of a group of 64 dims. The rope group is not last, as its operands are more.
+STEPS = [(group, half) for half in range(2) for group in (0, 1, 2, 3, 7, 4, 5, 6)]
 
 
 def permuted(i):
@@ -95,63 +99,83 @@ def key_fragments(f, group, words, half):
     return fragments, "f16"
 
 
-def rescaled(acc, factors):
-    """Accumulators times the factor of their row (the thread has two)."""
-    return [ptx.fmul(v, factors[(i >> 1) & 1]) for i, v in enumerate(acc)]
+def rescaled(acc, steps, i):
+    """Accumulators times the power of two of their row (the thread has two), byte ``i`` of its `group_steps`."""
+    factors = [ptx.as_float(scale_bits(word, i)) for word in steps]
+    return [ptx.fmul(v, factors[(k >> 1) & 1]) for k, v in enumerate(acc)]
 
 
-def group_steps(word, wg):
+def group_steps(word, side):
     """Exponent bytes of what the sum is multiplied by after each of four groups: scale over next scale; then the scale.
 
     ``word`` are the scale bytes of a row's four groups, each in [112, 127], so no byte borrows from its neighbour. The
-    fourth group of the second warpgroup is rope, which has no scale.
+    fourth group of the second half is rope, which has no scale.
     """
-    if wg:
+    if side:
         word = word & 0x00FFFFFF
-    return word + (0x00007F7F if wg else 0x007F7F7F) - ptx.shr(word, 8)
+    return word + (0x00007F7F if side else 0x007F7F7F) - ptx.shr(word, 8)
 
 
-def partial_logits(f, wg, words0, words1):
-    """This warpgroup's share of S^T over its four groups of dims: ``n`` float32 of 64 keys x H heads.
+def scale_words(f):
+    """The scale bytes of the thread's two rows, of either half of the dims: [half][row]."""
+    place = f.scales_row()
+    return [[ptx.lds32(place, SCALES + 8 * PITCH * i + 4 * side) for i in range(2)] for side in range(2)]
 
-    ``words0``, ``words1``: the scale bytes of this warpgroup's groups, of the thread's two rows. The sum is kept in
-    units of the scale of the group at hand, which costs no second accumulator; between two groups it is multiplied by
-    the exact power of two between their scales. Half a group is under way at a time.
+
+def partial_logits(f, words):
+    """S^T over either half of the dims: ``n`` float32 each of 64 keys x H heads. ``words``: of `scale_words`.
+
+    A sum is kept in units of the scale of the group at hand, which costs no second accumulator; between two groups it
+    is multiplied by the exact power of two between their scales. While the products of one half's group run, those of
+    the other's are prepared.
     """
-    acc = [Float32(0.0)] * f.size.n
-    words = key_words(f, 4 * wg)
-    steps = [group_steps(w, wg) for w in (words0, words1)]
-    for k in range(8):
-        i, half = k >> 1, k & 1
-        group = 4 * wg + i
-        fragments, kind = key_fragments(f, group, words, half)
-        if half and i < 3:
-            words = key_words(f, group + 1)
-        ptx_async.wgmma_fence()
-        for s in range(2):
-            place = group * f.size.group_bytes + 64 * half + 32 * s
-            acc = ptx_async.wgmma(acc, fragments[s], f.q_descriptor, place, kind, k == 0 and s == 0)
-        ptx_async.wgmma_commit()
-        if not half:
-            ptx_async.wgmma_wait(0)
-            continue
-        acc = ptx_async.wgmma_wait_for(0, acc)
-        if group < 7:
-            acc = rescaled(acc, [ptx.as_float(scale_bits(w, i)) for w in steps])
+    acc = [[Float32(0.0)] * f.size.n for _ in range(2)]
+    steps = [[group_steps(word, side) for word in words[side]] for side in range(2)]
+    raw = [key_words(f, 0), key_words(f, 4)]
+    for i in range(4):
+        for batch in ((0, 1),) if f.size.whole_groups else ((0,), (1,)):
+            for side in range(2):
+                group = 4 * side + i
+                made = [key_fragments(f, group, raw[side], half) for half in batch]
+                if batch[-1] and i < 3:
+                    raw[side] = key_words(f, group + 1)
+                if i or batch[0]:
+                    acc[side] = ptx_async.wgmma_wait_for(1, acc[side])
+                if i and not batch[0]:
+                    acc[side] = rescaled(acc[side], steps[side], i - 1)
+                multiply_keys(f, acc, side, group, batch, made)
+    acc[0] = rescaled(ptx_async.wgmma_wait_for(1, acc[0]), steps[0], 3)
+    acc[1] = ptx_async.wgmma_wait_for(0, acc[1])
     return acc
 
 
-def partial_logits_any(f, wg, words0, words1):
+def multiply_keys(f, acc, side, group, batch, made):
+    """Send the products of some halves of a group on their way."""
+    ptx_async.wgmma_fence()
+    for half, (fragments, kind) in zip(batch, made, strict=True):
+        for s, fragment in enumerate(fragments):
+            place = group * f.size.group_bytes + 64 * half + 32 * s
+            start = group % 4 + half + s == 0
+            acc[side] = ptx_async.wgmma(acc[side], fragment, f.q_descriptor, place, kind, start)
+    ptx_async.wgmma_commit()
+
+
+def partial_logits_any(f, words):
     """``partial_logits`` for every scale byte and q in every exponent: bf16 keys as `headfit.unpack_kv` has them."""
+    return [half_logits_any(f, side, words[side]) for side in range(2)]
+
+
+def half_logits_any(f, side, words):
+    """Of one half of the dims."""
     acc = [Float32(0.0)] * f.size.n
     for k in range(8):
         i, half = k >> 1, k & 1
-        group = 4 * wg + i
+        group = 4 * side + i
         if not half:
-            words = key_words(f, group)
-        fragments, kind = key_fragments(f, group, words, half)
+            raw = key_words(f, group)
+        fragments, kind = key_fragments(f, group, raw, half)
         if kind == "f16" and not half:
-            scales = [scale_of(w, i) for w in (words0, words1)]
+            scales = [scale_of(word, i) for word in words]
         for s, fragment in enumerate(fragments):
             if kind == "f16":
                 fragment = [ptx.f16_to_bf16(x, scales[j & 1]) for j, x in enumerate(fragment)]
@@ -163,74 +187,79 @@ def partial_logits_any(f, wg, words0, words1):
     return acc
 
 
-def exchanged_logits(f, wg, part):
-    """Add the other warpgroup's share; each keeps one of the thread's two rows: H / 4 float32 for its own key."""
-    size = f.size
-    keep, send = [], []
-    for j in range(size.n // 4):
-        first, second = part[4 * j : 4 * j + 2], part[4 * j + 2 : 4 * j + 4]
-        keep += second if wg else first
-        send += first if wg else second
-    mine, other = f.exchange(), []
-    if size.nv == 2:
-        ptx.sts64f(mine, send, wg * size.exchange_bytes)
-    for q in range(size.nv // 4):
-        ptx.sts128f(mine, send[4 * q : 4 * q + 4], wg * size.exchange_bytes + q * 2048)
-    ptx.sync_pair(f.warp + 1)  # the warps of the same rows in both warpgroups
-    if size.nv == 2:
-        other = ptx.lds64f(mine, (1 - wg) * size.exchange_bytes)
-    for q in range(size.nv // 4):
-        other += ptx.lds128f(mine, (1 - wg) * size.exchange_bytes + q * 2048)
-    return [ptx.fadd(k, o) for k, o in zip(keep, other, strict=True)]
+def own_logits(f, parts):
+    """The halves' sums added up, of the first own key and of the second: H / 4 float32 each."""
+    keys = [[], []]
+    for j in range(0, f.size.n, 4):
+        for i in range(2):
+            keys[i] += [ptx.fadd(parts[0][j + 2 * i + k], parts[1][j + 2 * i + k]) for k in range(2)]
+    return keys
 
 
 # --- weights
 
 
-def put_weights(f, wg, p, own, any_scale):
-    """Write P to shared memory, once for each group of dims, times that group's scale of the own key."""
-    pairs = [(p[2 * j], p[2 * j + 1]) for j in range(f.size.nv // 2)]
-    stride, place = f.size.group_bytes, f.weights(wg)
-    ptx.stmatrix_trans(place, [ptx.pack_bf16(a, b) for a, b in pairs], 7 * stride)
-    if any_scale:
-        for g in range(7):
-            s = scale_of(own[g // 4], g % 4)
-            packed = [ptx.pack_bf16(ptx.fmul(a, s), ptx.fmul(b, s)) for a, b in pairs]
-            ptx.stmatrix_trans(place, packed, g * stride)
-    else:
-        shifted = ((own[0] - 0x66666666) << 2, (own[1] - 0x00666666) << 2)
-        halves = [ptx.pack_f16(a, b) for a, b in pairs]
-        for g in range(7):
-            factor = weight_factor(shifted[g // 4], g % 4)
-            ptx.stmatrix_trans(place, [ptx.mul_f16x2(h, factor) for h in halves], g * stride)
-    ptx_async.fence_async()
+def put_weights(f, p, own, any_scale):
+    """Write P to shared memory, once for each group of dims, times that group's scale of the own key.
+
+    ``p`` and ``own``: weights and scales of both own keys. One store takes both where they are four matrices or fewer.
+    """
+    pairs = [list(zip(q[::2], q[1::2], strict=True)) for q in p]
+    together = f.size.heads <= 16
+    key = (ptx.lane() >> (f.size.heads.bit_length() - 1)) & 1
+    places = [f.weights(key)] if together else [f.weights(0), f.weights(1)]
+
+    def store(group, packed):
+        for place, matrices in zip(places, [packed[0] + packed[1]] if together else packed, strict=True):
+            ptx.stmatrix_trans(place, matrices, group * f.size.group_bytes)
+
+    store(7, [[ptx.pack_bf16(*pair) for pair in of_key] for of_key in pairs])
+    halves = None if any_scale else [[ptx.pack_f16(*pair) for pair in of_key] for of_key in pairs]
+    for g in range(7):
+        store(g, [scaled_weights(pairs[i], halves and halves[i], own[i], g) for i in range(2)])
 
 
-def weights(f, wg, state, s, own, present, any_scale):
-    """P = 2^(S - m) of the own key, written for everyone; maxima and sums are brought up to date.
+def scaled_weights(pairs, halves, words, g):
+    """Weights of a key times its scale of a group: bf16 of ``pairs``, or f16 of the packed ``halves``, times 2^10."""
+    if halves is None:
+        scale = scale_of(words[g // 4], g % 4)
+        return [ptx.pack_bf16(ptx.fmul(a, scale), ptx.fmul(b, scale)) for a, b in pairs]
+    factor = weight_factor((words[g // 4] - (0x00666666 if g // 4 else 0x66666666)) << 2, g % 4)
+    return [ptx.mul_f16x2(half, factor) for half in halves]
+
+
+def weights(f, state, s, own, any_scale):
+    """P = 2^(S - m) of the own keys, written for everyone; maxima and sums are brought up to date.
 
     The running maximum of a head is only replaced when a logit exceeds it by 2^4 (for any scale: when it exceeds it, so
     that no weight is above 1): then all threads rescale. A head that does not exceed keeps its bits. The same branch
     notes scales that the usual arithmetic does not hold for.
-    ``state.total`` is the sum over this warp's keys, of the head that the lane keeps.
+    ``s`` and ``own`` are logits and scales of both own keys. ``state.total`` are the sums over this warp's first and
+    second own keys, of the head that the lane keeps.
     """
-    x, _ = log_weights(f, s, present)
-    top = x[0]
-    for v in x[1:]:
-        top = ptx.fmax(top, v)
-    p = [ptx.ex2(v) for v in x]
-    put_weights(f, wg, p, own, any_scale)
-    flag = ptx.above(top, 0 if any_scale else LAZY)
-    if not any_scale:
-        flag = flag | ptx.unusual_scales(*own)
+    flag, p = Int32(0), []
+    table = heads_table(f)
+    for values, scales in zip(s, own, strict=True):
+        x, _ = log_weights(f, values, ptx.positive(scales[1]), table)
+        top = x[0]
+        for v in x[1:]:
+            top = ptx.fmax(top, v)
+        p.append([ptx.ex2(v) for v in x])
+        flag = flag | ptx.above(top, 0 if any_scale else LAZY)
+        if not any_scale:
+            flag = flag | ptx.unusual_scales(*scales)
+    put_weights(f, p, own, any_scale)
+    ptx_async.fence_async()
 
     def raised():
         if not any_scale:
-            ptx.when(ptx.unusual_scales(*own), lambda: ptx.sts32(f.unusual, Int32(1)))
-        raise_maxima(f, wg, state, s, present, own, any_scale)
+            for scales in own:
+                ptx.when(ptx.unusual_scales(*scales), lambda scales=scales: ptx.sts32(f.unusual, Int32(1)))
+        raise_maxima(f, state, s, own, any_scale)
 
     def kept():
-        state.total[0] = ptx.fadd(state.total[0], summed(p))
+        for i, values in enumerate(p):
+            state.total[i] = ptx.fadd(state.total[i], summed(values))
 
     ptx.when(ptx.sync_or(flag, THREADS), raised, kept)
 
@@ -240,12 +269,18 @@ def summed(p):
     return gathered(p, ptx.lane() >> 2, ptx.fadd)
 
 
-def log_weights(f, s, present, maxima=None):
-    """log2 of the weights of the own key, -inf without a key; and the scaled logits."""
+def heads_table(f):
+    """Factors and running maxima of the thread's heads."""
     factors, known, table = [], [], f.maxima()
     for j in range(f.size.nv // 2):
         factors += ptx.lds64f(table, 128 + 32 * j)
-        known += ptx.lds64f(table, 32 * j) if maxima is None else maxima[2 * j : 2 * j + 2]
+        known += ptx.lds64f(table, 32 * j)
+    return factors, known
+
+
+def log_weights(f, s, present, table):
+    """log2 of the weights of an own key, -inf without a key; and the scaled logits. ``table``: of `heads_table`."""
+    factors, known = table
     # rounded before the maximum is taken off, as the maximum itself was: fused, logits of 2^24 would leave halves
     logits = [ptx.fmul(v, factor) for v, factor in zip(s, factors, strict=True)]
     nothing = Float32(MINUS_INFINITY)
@@ -253,18 +288,20 @@ def log_weights(f, s, present, maxima=None):
     return x, [ptx.pickf(present, v, nothing) for v in logits]
 
 
-def raise_maxima(f, wg, state, s, present, own, any_scale):
+def raise_maxima(f, state, s, own, any_scale):
     """Replace the maximum of each head that is exceeded, rescale what was added, write P anew and add it."""
     size, lane = f.size, ptx.lane()
-    _, logits = log_weights(f, s, present, [Float32(0.0)] * size.nv)
     own_maximum = f.head_maxima + f.head(lane) * 4
     old = ptx.lds32f(own_maximum)
-    peaks = f.peaks + lane * 4
-    ptx.sts32f(peaks + f.wid * 128, gathered(logits, lane >> 2, ptx.fmax))
+    peaks, factors = f.peaks + lane * 4, heads_table(f)[0]
+    present = [ptx.positive(scales[1]) for scales in own]
+    for i, (values, here) in enumerate(zip(s, present, strict=True)):
+        _, logits = log_weights(f, values, here, (factors, [Float32(0.0)] * size.nv))
+        ptx.sts32f(peaks + f.peak_row(i), gathered(logits, lane >> 2, ptx.fmax))
     ptx.sync(THREADS)
     candidate = ptx.lds32f(peaks)
-    for warp in range(1, 8):
-        candidate = ptx.fmax(candidate, ptx.lds32f(peaks, 128 * warp))
+    for row in range(1, 2 * WARPS):
+        candidate = ptx.fmax(candidate, ptx.lds32f(peaks, 128 * row))
     new = ptx.pickf(ptx.above(candidate - old, 0 if any_scale else LAZY), candidate, old)
     rescale = ptx.ex2(old - new)
     ptx.sts32f(own_maximum, new)  # every warp writes the same value
@@ -273,13 +310,16 @@ def raise_maxima(f, wg, state, s, present, own, any_scale):
         source = (lane & 3) + 4 * i
         maxima.append(ptx.shfl(new, source))
         factor = ptx.shfl(rescale, source)
-        for group in range(4):
+        for group in range(8):
             for z in (4 * (i // 2) + (i & 1), 4 * (i // 2) + 2 + (i & 1)):
                 k = group * size.n + z
                 state.acc[k] = ptx.fmul(state.acc[k], factor)
-    p = [ptx.ex2(v) for v in log_weights(f, s, present, maxima)[0]]
-    state.total[0] = ptx.fma(state.total[0], rescale, summed(p))
-    put_weights(f, wg, p, own, any_scale)
+    p = []
+    for i in range(2):
+        p.append([ptx.ex2(v) for v in log_weights(f, s[i], present[i], (factors, maxima))[0]])
+        state.total[i] = ptx.fma(state.total[i], rescale, summed(p[i]))
+    put_weights(f, p, own, any_scale)
+    ptx_async.fence_async()
     ptx.sync(THREADS)
 
 
@@ -302,54 +342,70 @@ def value_fragment(group, words, s, any_scale):
     return ([ptx.f16_to_bf16(v, Float32(1.0)) for v in values], "bf16") if any_scale else (values, "f16")
 
 
-def add_values(f, wg, more, state, any_scale):
-    """O^T += K^T P^T over this warpgroup's four groups; the next tile, if there is ``more``, is sent for on the way."""
-    n, parity = f.size.n, f.parity
-    order = [0, 1, 2, 3] if wg == 0 else [3, 0, 1, 2]
-    acc = {i: [state.acc[i * n + k] for k in range(n)] for i in range(4)}
-    steps = [(i, half) for half in range(2) for i in order]
-    words = value_words(f, 4 * wg + steps[0][0], steps[0][1])
-    for k, (i, half) in enumerate(steps):
-        group = 4 * wg + i
-        for batch in [(0,), (1,)] if any_scale else [(0, 1)]:
-            fragments = [value_fragment(group, words, s, any_scale) for s in batch]
-            ptx_async.wgmma_fence()
-            for s, (fragment, kind) in zip(batch, fragments, strict=True):
-                place = group * f.size.group_bytes + half * 64 + 32 * s
-                acc[i] = ptx_async.wgmma(acc[i], fragment, f.p_descriptor, place, kind)
-            ptx_async.wgmma_commit()
-            if any_scale:
-                ptx_async.wgmma_wait(0)
-        if k + 1 < len(steps):
-            words = value_words(f, 4 * wg + steps[k + 1][0], steps[k + 1][1])
-            ptx_async.wgmma_wait(0)
-        if k == 3:
-            ptx_async.mbarrier_arrive_if(f.first_half_free, ptx.leader())
-        if k == 4:
+def value_fragments(group, words, any_scale):
+    """Both register operands of a step."""
+    return [value_fragment(group, words, s, any_scale) for s in range(2)]
+
+
+def first_values(f):
+    """What the first steps of the second product read; it needs no weights."""
+    return [value_words(f, *step) for step in STEPS[: 1 + f.size.ahead]]
+
+
+def add_values(f, words, more, state, any_scale):
+    """O^T += K^T P^T; the next tile, if there is ``more``, is sent for on the way.
+
+    While a step's products run, the next step is converted and the one ``ahead`` of that is read; ``words`` are those
+    read so far. Half of the tile is free once its last step is converted.
+    """
+    n, parity, ahead, last = f.size.n, f.parity, f.size.ahead, len(STEPS) - 1
+    acc = {g: [state.acc[g * n + k] for k in range(n)] for g in range(8)}
+    words = list(words)
+    fragments = value_fragments(STEPS[0][0], words.pop(0), any_scale)
+    for k, (group, half) in enumerate(STEPS):
+        acc[group] = multiply_values(f, acc[group], group, half, fragments, any_scale)
+        if k < last:
+            fragments = value_fragments(STEPS[k + 1][0], words.pop(0), any_scale)
+        for step, free in ((7, f.first_half_free), (last, f.second_half_free)):
+            if k + 1 == step:
+                ptx_async.mbarrier_arrive_if(free, ptx.leader())
+        if k + ahead < last:
+            words.append(value_words(f, *STEPS[k + ahead + 1]))
+        if k == 8:
             ptx_async.mbarrier_wait(f.first_half_free, parity)
-            ptx.when(more, lambda: f.keys.copy(0, parity ^ 1))
-    ptx_async.mbarrier_arrive_if(f.second_half_free, ptx.leader())
-    done = ptx_async.wgmma_wait_for(0, [v for i in range(4) for v in acc[i]])
-    for k in range(4 * n):
-        state.acc[k] = done[k]
+        if k in (8, 10):
+            ptx.when(more, lambda part=(k - 8) // 2: f.keys.copy(0, part, parity ^ 1))
+        if k < last:
+            ptx_async.wgmma_wait(1)
     ptx_async.mbarrier_wait(f.second_half_free, parity)
-    ptx.when(more, lambda: f.keys.copy(1, parity ^ 1))
+    ptx.when(more, lambda: f.keys.copy_half(1, parity ^ 1))
+    done = ptx_async.wgmma_wait_for(0, [v for g in range(8) for v in acc[g]])
+    for k in range(8 * n):
+        state.acc[k] = done[k]
 
 
-def tile(f, wg, it, end, before, state, any_scale):
+def multiply_values(f, acc, group, half, fragments, any_scale):
+    """Send a step's two products on their way; for any scale, one at a time, as operands are short of registers."""
+    for s, (fragment, kind) in enumerate(fragments):
+        if s == 0 or any_scale:
+            ptx_async.wgmma_fence()
+        place = group * f.size.group_bytes + half * 64 + 32 * s
+        acc = ptx_async.wgmma(acc, fragment, f.p_descriptor, place, kind)
+        if s or any_scale:
+            ptx_async.wgmma_commit()
+        if any_scale:
+            ptx_async.wgmma_wait(0)
+    return acc
+
+
+def tile(f, it, end, before, state, any_scale):
     """Everything of tile ``it``; tile ``it + 1`` is on its way afterwards. ``before``: tiles of earlier passes."""
-
     count = it + before
     f.parity = count & 1
-    if f.size.early_lookup:
-        f.keys.locate(it + 1, end, f.parity ^ 1)
+    f.keys.locate(it + 1, end, f.parity ^ 1)
     ptx_async.mbarrier_wait(f.full + f.parity * 8, (count >> 1) & 1)
-    if not f.size.early_lookup:
-        f.keys.locate(it + 1, end, f.parity ^ 1)
-    row = f.rows - ((ptx.lane() & 3) << 4) + f.parity * 8
-    words = [ptx.lds32(row, SCALES + 8 * PITCH * i + 4 * wg) for i in range(2)]
-    part = (partial_logits_any if any_scale else partial_logits)(f, wg, *words)
-    s = exchanged_logits(f, wg, part)
-    own = ptx.lds64(row, SCALES + 8 * wg * PITCH)
-    weights(f, wg, state, s, own, ptx.positive(own[1]), any_scale)
-    add_values(f, wg, ptx.less(it + 1, end), state, any_scale)
+    s = own_logits(f, (partial_logits_any if any_scale else partial_logits)(f, scale_words(f)))
+    own = [ptx.lds64(f.scales_row(), SCALES + 8 * i * PITCH) for i in range(2)]
+    words = first_values(f)
+    weights(f, state, s, own, any_scale)
+    add_values(f, words, ptx.less(it + 1, end), state, any_scale)

@@ -363,6 +363,15 @@ def e4m3_columns_to_f16(word):
     return e4m3_to_f16(prmt(word, Int32(0), 0x3120))
 
 
+def bf16_pair_to_f16(pair):
+    """A bf16 pair rounded to f16."""
+    code = (
+        "{ .reg .f32 a,b; .reg .b32 l,h; shl.b32 l, $1, 16; and.b32 h, $1, 0xffff0000; mov.b32 a, l; mov.b32 b, h; "
+        "cvt.rn.f16x2.f32 $0, b, a; }"
+    )
+    return asm([Int32], [pair], code, "=r,r", False)[0]
+
+
 def f16_to_bf16(pair, scale):
     """An f16 pair times a float32, rounded to bf16 once; subnormals and NaN stay what they are."""
     code = (
@@ -410,6 +419,11 @@ def shfl_xor_bits(x, mask):
     return asm([Int32], [x], f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, 0xffffffff;", "=r,r")[0]
 
 
+def warp_max(x):
+    """The largest of the warp's words, unsigned."""
+    return asm([Int32], [x], "redux.sync.max.u32 $0, $1, 0xffffffff;", "=r,r")[0]
+
+
 def shfl(x, lane):
     """The float32 of lane ``lane``."""
     return asm([Float32], [x, lane], "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=f,f,r")[0]
@@ -447,3 +461,16 @@ def sync_or(flag, threads, number=0):
         f"{{ .reg .pred p,q; setp.ne.s32 p, $1, 0; bar.red.or.pred q, {number}, {threads}, p; selp.s32 $0, 1, 0, q; }}"
     )
     return asm([Int32], [flag], code, "=r,r,~{memory}")[0]
+
+
+def fma_if(a, b, c, flag):
+    """``a * b + c`` element by element of lists ``a`` and ``c`` where ``flag``, else ``c``."""
+    n = len(a)
+    code = f"{{ .reg .pred p; setp.ne.s32 p, ${3 * n + 1}, 0; "
+    code += "".join(f"mov.b32 ${i}, ${2 * n + i}; @p fma.rn.f32 ${i}, ${n + i}, ${3 * n}, ${i}; " for i in range(n))
+    return asm([Float32] * n, [*a, *c, b, flag], code + "}", "=&f," * n + "f," * (2 * n + 1) + "r", False)
+
+
+def stg128f(p, v):
+    """Store four float32."""
+    asm([], [p, *v], "st.global.v4.f32 [$0], {$1,$2,$3,$4};", "l,f,f,f,f,~{memory}")

@@ -2,7 +2,7 @@
 
 # mypy: ignore-errors
 
-from cutlass import Float32
+from cutlass import Float32, Int32
 
 from headfit.kernels.ptx import SHARED_STATE, asm
 
@@ -118,3 +118,51 @@ def wgmma(acc, a, descriptor, off, kind, start=False):
     )
     constraints = ",".join(["=f"] * n + [str(i) for i in range(n)]) + ",r,r,r,r,r,~{memory}"
     return asm([Float32] * n, [*acc, *a, descriptor], code, constraints)
+
+
+# --- clusters
+
+
+def cluster_arrive(release):
+    """Arrive at the cluster's barrier; with ``release`` what this thread knows to be written is seen behind it."""
+    asm([], [], f"barrier.cluster.arrive.{'release' if release else 'relaxed'}.aligned;", SHARED_STATE)
+
+
+def cluster_wait():
+    """Wait until every thread of the cluster has arrived."""
+    asm([], [], "barrier.cluster.wait.acquire.aligned;", SHARED_STATE)
+
+
+def peer(a, rank):
+    """The address, in the CTA ``rank`` of the cluster, of what is at ``a`` in this one."""
+    return asm([Int32], [a, rank], "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", False)[0]
+
+
+def peer_lds64f_if(a, flag, other):
+    """Two float32 of a CTA of the cluster where ``flag``, else ``other`` and 0."""
+    code = (
+        "{ .reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, $4; mov.b32 $1, 0; "
+        "@p ld.shared::cluster.v2.f32 {$0,$1}, [$2]; }"
+    )
+    return asm([Float32] * 2, [a, flag, other], code, "=&f,=&f,r,r,f,~{memory}")
+
+
+def peer_lds128f_if(a, flag):
+    """Four float32 of a CTA of the cluster where ``flag``, else zeros."""
+    code = (
+        "{ .reg .pred p; setp.ne.s32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
+        "@p ld.shared::cluster.v4.f32 {$0,$1,$2,$3}, [$4]; }"
+    )
+    return asm([Float32] * 4, [a, flag], code, "=&f,=&f,=&f,=&f,r,r,~{memory}")
+
+
+# --- kernels that are launched before the one before them has ended
+
+
+def wait_for_kernel_before():
+    """Wait until the kernel before this one is done and its writes are seen.
+
+    Every CTA waits, before it reads or writes global memory and before it ends: a kernel that ended without would let
+    the one after it pass what came before both.
+    """
+    asm([], [], "griddepcontrol.wait;", "~{memory}")
