@@ -57,7 +57,7 @@ class Size:
     def offsets(self):
         """Places of q, weights, raw rows, peaks, maxima, factors, sources, lists, flag, barriers; and the end."""
         head = 8 * self.group_bytes
-        sizes = (head, head, 64 * PITCH, 2 * WARPS * 128, 128, 128, 1024, 96, 16, 32)
+        sizes = (head, head, 64 * PITCH, WARPS * 128, 128, 128, 1024, 96, 16, 32)
         return [sum(sizes[:i]) for i in range(len(sizes) + 1)]
 
 
@@ -106,10 +106,6 @@ class Frame:
         """The maximum of this thread's first head; the factor stands 128 bytes further, the next two heads 32."""
         return self.head_maxima + (ptx.lane() & 3) * 8
 
-    def peak_row(self, i):
-        """Where this warp leaves something of its first (``i`` 0) or second own keys, from `peaks`: 4 bytes a lane."""
-        return (WARPS * i + self.wid) * 128
-
     def head(self, lane):
         """The head whose maximum and sum a lane keeps, after ``gathered``."""
         i = (lane >> 2) & (self.size.nv - 1)
@@ -121,7 +117,7 @@ class State:
 
     def __init__(self, size):
         self.acc = cute.make_rmem_tensor((8 * size.n,), Float32)  # [group of dims][accumulator]
-        self.total = cute.make_rmem_tensor((2,), Float32)
+        self.total = cute.make_rmem_tensor((1,), Float32)
         self.size = size
 
 
@@ -129,8 +125,7 @@ def clear(state):
     """Sums as before the first tile."""
     for i in range(8 * state.size.n):
         state.acc[i] = Float32(0.0)
-    for i in range(2):
-        state.total[i] = Float32(0.0)
+    state.total[0] = Float32(0.0)
 
 
 def fetch_queries(f, p, place):
@@ -214,12 +209,11 @@ def finish(f, p, state, unit, r):
     """The result of the row, or this CTA's share of it. ``unit``: what a weight's scale was multiplied by, inverted."""
     lane = ptx.lane()
     peaks = f.peaks + lane * 4
-    for i in range(2):
-        ptx.sts32f(peaks + f.peak_row(i), state.total[i])
+    ptx.sts32f(peaks + f.wid * 128, state.total[0])
     ptx.sync(THREADS)
     total = ptx.lds32f(peaks)
-    for row in range(1, 2 * WARPS):
-        total = ptx.fadd(total, ptx.lds32f(peaks, 128 * row))
+    for warp in range(1, WARPS):
+        total = ptx.fadd(total, ptx.lds32f(peaks, 128 * warp))
     place = Place(p, f.size, r)
     place.lane, place.head = lane, f.head(lane)
     maximum = ptx.lds32f(f.head_maxima + place.head * 4)

@@ -99,9 +99,14 @@ def key_fragments(f, group, words, half):
     return fragments, "f16"
 
 
+def row_factors(steps, i):
+    """Float32 of byte ``i`` of the thread's two rows."""
+    return [ptx.as_float(scale_bits(word, i)) for word in steps]
+
+
 def rescaled(acc, steps, i):
     """Accumulators times the power of two of their row (the thread has two), byte ``i`` of its `group_steps`."""
-    factors = [ptx.as_float(scale_bits(word, i)) for word in steps]
+    factors = row_factors(steps, i)
     return [ptx.fmul(v, factors[(k >> 1) & 1]) for k, v in enumerate(acc)]
 
 
@@ -122,9 +127,10 @@ def scale_words(f):
     return [[ptx.lds32(place, SCALES + 8 * PITCH * i + 4 * side) for i in range(2)] for side in range(2)]
 
 
-def partial_logits(f, words):
-    """S^T over either half of the dims: ``n`` float32 each of 64 keys x H heads. ``words``: of `scale_words`.
+def usual_logits(f, words):
+    """S^T: ``n`` float32 of 64 keys x H heads. ``words``: of `scale_words`.
 
+    Either half of the dims is summed up on its own.
     A sum is kept in units of the scale of the group at hand, which costs no second accumulator; between two groups it
     is multiplied by the exact power of two between their scales. While the products of one half's group run, those of
     the other's are prepared.
@@ -144,9 +150,9 @@ def partial_logits(f, words):
                 if i and not batch[0]:
                     acc[side] = rescaled(acc[side], steps[side], i - 1)
                 multiply_keys(f, acc, side, group, batch, made)
-    acc[0] = rescaled(ptx_async.wgmma_wait_for(1, acc[0]), steps[0], 3)
-    acc[1] = ptx_async.wgmma_wait_for(0, acc[1])
-    return acc
+    first, second = ptx_async.wgmma_wait_for(1, acc[0]), ptx_async.wgmma_wait_for(0, acc[1])
+    factors = row_factors(steps[0], 3)
+    return [ptx.fma(a, factors[(k >> 1) & 1], b) for k, (a, b) in enumerate(zip(first, second, strict=True))]
 
 
 def multiply_keys(f, acc, side, group, batch, made):
@@ -160,9 +166,10 @@ def multiply_keys(f, acc, side, group, batch, made):
     ptx_async.wgmma_commit()
 
 
-def partial_logits_any(f, words):
-    """``partial_logits`` for every scale byte and q in every exponent: bf16 keys as `headfit.unpack_kv` has them."""
-    return [half_logits_any(f, side, words[side]) for side in range(2)]
+def logits_any(f, words):
+    """`usual_logits` for every scale byte and q in every exponent: bf16 keys as `headfit.unpack_kv` has them."""
+    halves = [half_logits_any(f, side, words[side]) for side in range(2)]
+    return [ptx.fadd(a, b) for a, b in zip(*halves, strict=True)]
 
 
 def half_logits_any(f, side, words):
@@ -187,12 +194,11 @@ def half_logits_any(f, side, words):
     return acc
 
 
-def own_logits(f, parts):
-    """The halves' sums added up, of the first own key and of the second: H / 4 float32 each."""
+def own_logits(logits):
+    """Those of the first own key and of the second: H / 4 float32 each."""
     keys = [[], []]
-    for j in range(0, f.size.n, 4):
-        for i in range(2):
-            keys[i] += [ptx.fadd(parts[0][j + 2 * i + k], parts[1][j + 2 * i + k]) for k in range(2)]
+    for j in range(0, len(logits), 2):
+        keys[(j >> 1) & 1] += logits[j : j + 2]
     return keys
 
 
@@ -234,39 +240,34 @@ def weights(f, state, s, own, any_scale):
     The running maximum of a head is only replaced when a logit exceeds it by 2^4 (for any scale: when it exceeds it, so
     that no weight is above 1): then all threads rescale. A head that does not exceed keeps its bits. The same branch
     notes scales that the usual arithmetic does not hold for.
-    ``s`` and ``own`` are logits and scales of both own keys. ``state.total`` are the sums over this warp's first and
-    second own keys, of the head that the lane keeps.
+    ``s`` and ``own`` are logits and scales of both own keys. ``state.total`` is the sum over this warp's keys, of the
+    head that the lane keeps.
     """
-    flag, p = Int32(0), []
     table = heads_table(f)
-    for values, scales in zip(s, own, strict=True):
-        x, _ = log_weights(f, values, ptx.positive(scales[1]), table)
-        top = x[0]
-        for v in x[1:]:
-            top = ptx.fmax(top, v)
-        p.append([ptx.ex2(v) for v in x])
-        flag = flag | ptx.above(top, 0 if any_scale else LAZY)
-        if not any_scale:
-            flag = flag | ptx.unusual_scales(*scales)
+    x = [log_weights(f, values, ptx.positive(scales[1]), table)[0] for values, scales in zip(s, own, strict=True)]
+    top = x[0][0]
+    for v in [*x[0][1:], *x[1]]:
+        top = ptx.fmax(top, v)
+    flag = ptx.above(top, 0 if any_scale else LAZY)
+    unusual = Int32(0) if any_scale else ptx.unusual_scales(*own[0]) | ptx.unusual_scales(*own[1])
+    p = [[ptx.ex2(v) for v in of_key] for of_key in x]
     put_weights(f, p, own, any_scale)
     ptx_async.fence_async()
 
     def raised():
         if not any_scale:
-            for scales in own:
-                ptx.when(ptx.unusual_scales(*scales), lambda scales=scales: ptx.sts32(f.unusual, Int32(1)))
+            ptx.when(unusual, lambda: ptx.sts32(f.unusual, Int32(1)))
         raise_maxima(f, state, s, own, any_scale)
 
     def kept():
-        for i, values in enumerate(p):
-            state.total[i] = ptx.fadd(state.total[i], summed(values))
+        state.total[0] = ptx.fadd(state.total[0], over_keys(f, p, ptx.fadd))
 
-    ptx.when(ptx.sync_or(flag, THREADS), raised, kept)
+    ptx.when(ptx.sync_or(flag | unusual, THREADS), raised, kept)
 
 
-def summed(p):
-    """Weights over the keys of this warp, of the head that the lane keeps."""
-    return gathered(p, ptx.lane() >> 2, ptx.fadd)
+def over_keys(f, values, op):
+    """Values of both own keys, reduced over all keys of this warp, of the head that the lane keeps."""
+    return gathered([op(a, b) for a, b in zip(*values, strict=True)], ptx.lane() >> 2, op)
 
 
 def heads_table(f):
@@ -295,13 +296,12 @@ def raise_maxima(f, state, s, own, any_scale):
     old = ptx.lds32f(own_maximum)
     peaks, factors = f.peaks + lane * 4, heads_table(f)[0]
     present = [ptx.positive(scales[1]) for scales in own]
-    for i, (values, here) in enumerate(zip(s, present, strict=True)):
-        _, logits = log_weights(f, values, here, (factors, [Float32(0.0)] * size.nv))
-        ptx.sts32f(peaks + f.peak_row(i), gathered(logits, lane >> 2, ptx.fmax))
+    logits = [log_weights(f, s[i], present[i], (factors, [Float32(0.0)] * size.nv))[1] for i in range(2)]
+    ptx.sts32f(peaks + f.wid * 128, over_keys(f, logits, ptx.fmax))
     ptx.sync(THREADS)
     candidate = ptx.lds32f(peaks)
-    for row in range(1, 2 * WARPS):
-        candidate = ptx.fmax(candidate, ptx.lds32f(peaks, 128 * row))
+    for warp in range(1, WARPS):
+        candidate = ptx.fmax(candidate, ptx.lds32f(peaks, 128 * warp))
     new = ptx.pickf(ptx.above(candidate - old, 0 if any_scale else LAZY), candidate, old)
     rescale = ptx.ex2(old - new)
     ptx.sts32f(own_maximum, new)  # every warp writes the same value
@@ -314,10 +314,8 @@ def raise_maxima(f, state, s, own, any_scale):
             for z in (4 * (i // 2) + (i & 1), 4 * (i // 2) + 2 + (i & 1)):
                 k = group * size.n + z
                 state.acc[k] = ptx.fmul(state.acc[k], factor)
-    p = []
-    for i in range(2):
-        p.append([ptx.ex2(v) for v in log_weights(f, s[i], present[i], (factors, maxima))[0]])
-        state.total[i] = ptx.fma(state.total[i], rescale, summed(p[i]))
+    p = [[ptx.ex2(v) for v in log_weights(f, s[i], present[i], (factors, maxima))[0]] for i in range(2)]
+    state.total[0] = ptx.fma(state.total[0], rescale, over_keys(f, p, ptx.fadd))
     put_weights(f, p, own, any_scale)
     ptx_async.fence_async()
     ptx.sync(THREADS)
@@ -404,7 +402,7 @@ def tile(f, it, end, before, state, any_scale):
     f.parity = count & 1
     f.keys.locate(it + 1, end, f.parity ^ 1)
     ptx_async.mbarrier_wait(f.full + f.parity * 8, (count >> 1) & 1)
-    s = own_logits(f, (partial_logits_any if any_scale else partial_logits)(f, scale_words(f)))
+    s = own_logits((logits_any if any_scale else usual_logits)(f, scale_words(f)))
     own = [ptx.lds64(f.scales_row(), SCALES + 8 * i * PITCH) for i in range(2)]
     words = first_values(f)
     weights(f, state, s, own, any_scale)

@@ -31,7 +31,7 @@ from headfit.kernels import hopper_packed_asm as pasm
 from headfit.kernels import hopper_packed_place as at
 from headfit.kernels import hopper_union_asm as uasm
 from headfit.kernels import hopper_union_place as place
-from headfit.kernels import ptx
+from headfit.kernels import ptx, ptx_async
 from headfit.kernels.hopper_params import Params, Traced
 from headfit.kernels.hopper_rows import RowLists, lanes_of
 from headfit.kernels.hopper_union_place import ADDED, COUNTS, ENDS, LANES, THREADS
@@ -51,7 +51,8 @@ def union():
         group, _, _ = cute.arch.block_idx()
         base = pasm.again(Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint()))
         wid = cute.arch.make_warp_uniform(tid >> 5)
-        uasm.start_dependents()
+        ptx_async.wait_for_kernel_before()
+        ptx_async.start_dependents()
         g = place.Group(p, base, tid, wid, group)
         toolong = ptx.less(Int32(LANES_LIMIT), p.topk1 + p.topk2)
         ptx.when(toolong, lambda: g.tell(Int32(0), Int32(0)), otherwise=lambda: unite(g))

@@ -10,12 +10,6 @@ from cutlass import Int32
 
 from headfit.kernels.ptx import asm
 
-
-def start_dependents():
-    """Let the kernel after this one start; it has to wait for this one by itself. Nothing without its attribute."""
-    asm([], [], "griddepcontrol.launch_dependents;", "~{memory}")
-
-
 # --- lists
 
 

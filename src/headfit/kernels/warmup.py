@@ -17,6 +17,9 @@ from headfit.call import KeySet, SparseCall
 from headfit.kernels import hopper
 from headfit.kernels import triton as backend
 
+# Rows at which `hopper` takes the narrowest head tile, the middle one, and the one that fits; the last are packed too.
+HOPPER_ROWS = (1, 16, hopper.PACKED_ROWS)
+
 
 def warmup(
     heads: Iterable[int],
@@ -50,11 +53,8 @@ def warmup(
             if not 1 <= h_q <= 128:
                 raise ValueError(f"heads: got {h_q}, accepted are 1 to 128")
             for page_size in page_sizes:
-                for topk, invariant in (
-                    (640, False),
-                    (16, False),
-                    (16, True),
-                ):  # split and merge; one pass; shares of one size
+                # split and merged; so many shares that no cluster merges them; one pass; shares of one size
+                for topk, invariant in ((640, False), (4096, False), (16, False), (16, True)):
                     _once(layout, h_q, page_size, topk, invariant, where, done)
     return done
 
@@ -83,13 +83,12 @@ def _once(
     for name in names:
         done.setdefault(name, time.perf_counter() - start)
     if device.type == "cuda" and hopper.available() is None:
-        _once_hopper(call, done)
-        _once_hopper(of_many_rows(call), done)
+        for rows in HOPPER_ROWS:
+            _once_hopper(of_rows(call, rows), done)
 
 
-def of_many_rows(call: SparseCall) -> SparseCall:
-    """The same row again and again, as often as `hopper` needs rows to pack them."""
-    rows = hopper.PACKED_ROWS
+def of_rows(call: SparseCall, rows: int) -> SparseCall:
+    """The same row again and again."""
     sets = tuple(replace(keys, indices=keys.indices.expand(rows, -1, -1)) for keys in call.key_sets)
     out = call.out.new_empty((rows, *call.out.shape[1:]))
     lse = call.lse.new_empty((rows, *call.lse.shape[1:]))
