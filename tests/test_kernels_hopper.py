@@ -555,6 +555,19 @@ def test_doctor_shows_it_for_its_chip_alone(gpu, family) -> None:
     assert doctor_command(tp=8, gpu=gpu, family="triton").families[0].family == "triton"
 
 
+def test_warmup_reaches_every_binary_of_a_width(launched, monkeypatch) -> None:
+    monkeypatch.setattr(hopper, "unsupported", hopper.why_not_taken)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    done: dict[str, float] = {}
+    with archs.override("sm_90"):
+        for topk in (640, 4096, 16):
+            for rows in warmup.HOPPER_ROWS:
+                warmup._once_hopper(warmup.of_rows(a_call(1, h_q=32, topk=(topk,), device="cpu"), rows), done)
+    assert {name.removeprefix("hopper ") for name in done} == {
+        "native heads=8", "native heads=16", "native heads=32", "merge", "union", "packed", "rest heads=32"
+    }  # fmt: skip
+
+
 def test_warmup_launches_what_a_call_would(launched, monkeypatch) -> None:
     monkeypatch.setattr(hopper, "unsupported", hopper.why_not_taken)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -562,7 +575,7 @@ def test_warmup_launches_what_a_call_would(launched, monkeypatch) -> None:
     with archs.override("sm_90"):
         warmup._once_hopper(a_call(1, h_q=8, topk=(640,), device="cpu"), done)
         warmup._once_hopper(a_call(1, h_q=20, topk=(16,), device="cpu"), done)
-        packs = warmup.of_many_rows(a_call(1, h_q=20, topk=(16,), device="cpu"))
+        packs = warmup.of_rows(a_call(1, h_q=20, topk=(16,), device="cpu"), hopper.PACKED_ROWS)
         warmup._once_hopper(packs, done)
         assert list(done)[2:] == ["hopper union", "hopper packed", "hopper rest heads=32"]
         before = dict(done)

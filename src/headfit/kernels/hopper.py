@@ -39,7 +39,7 @@ TURNS: Final = 4
 NARROW_CTAS: Final = 2.5
 # Kernels, by `Spec.function`, that wait by themselves for the one before them, so that they may be launched early
 # (`ptx_async.wait_for_kernel_before`).
-WAITING: Final = frozenset({"merge", "native"})
+WAITING: Final = frozenset({"merge", "native", "packed", "union"})
 NATIVE: Final = {
     heads: Spec(f"native heads={heads}", "headfit.kernels.hopper_native", "native", (("heads", heads),))
     for heads in (8, 16, 32)

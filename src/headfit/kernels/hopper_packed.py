@@ -36,6 +36,8 @@ def packed():
         wid = cute.arch.make_warp_uniform(tid >> 5)
         start_barriers(base, ptx.equal(tid, Int32(0)))
         at.write_sets(p, base, ptx.equal(tid, Int32(32)))
+        ptx_async.wait_for_kernel_before()
+        ptx_async.start_dependents()
         ptx.sync(at.THREADS)
         tasks = at.Tasks(p, cta, ctas)
         lane = tid & 31
