@@ -386,7 +386,7 @@ def test_one_pass_is_one_launch(launched) -> None:
     assert run(a_call(200, h_q=40, device="cpu")) == ["native heads=32"]
     (one,) = launched
     assert (one["name"], one["grid"], one["stream"], one["early"]) == (
-        "native heads=32", (400, 1), 0x57, "native" in hopper.WAITING,
+        "native heads=32", (400, 1), 0x57, True,
     )  # fmt: skip
     assert (one["rows"], one["h_q"], one["head_tiles"], one["splits"]) == (200, 40, 2, 1)
     assert (one["partial"], one["peaks"], one["totals"], one["work"]) == (0, 0, 0, 0)
@@ -406,7 +406,7 @@ def test_shares_are_merged_by_a_second_launch(launched, made, monkeypatch) -> No
     assert run(call) == ["native heads=16", "merge"]
     hopper._planned.cache_clear()
     native, merge = launched
-    assert (native["grid"], native["early"], native["cluster"]) == ((6, 10), "native" in hopper.WAITING, 1)
+    assert (native["grid"], native["early"], native["cluster"]) == ((6, 10), True, 1)
     assert (merge["grid"], merge["early"], merge["cluster"]) == ((6, 12), True, 1)
     assert same_parameters(native, merge)
     (shares,) = (t for t in made if t.dtype == torch.float32)
@@ -444,12 +444,11 @@ def test_large_clusters_that_would_take_turns_are_not_made(
     assert [one["cluster"] > 1 for one in launched] == ([True] if clustered else [False, False])
 
 
-def test_kernels_that_wait_by_themselves_start_early(launched, monkeypatch) -> None:
-    monkeypatch.setattr(hopper, "WAITING", frozenset({"native", "union"}))
+def test_single_kernels_start_early_those_of_packing_do_not(launched) -> None:
     run(a_call(200, device="cpu"))
     run(a_call(512, topk=(16,), device="cpu"))
     assert [(one["name"], one["early"]) for one in launched] == [
-        ("native heads=8", True), ("union", True), ("packed", False), ("rest heads=8", True),
+        ("native heads=8", True), ("union", False), ("packed", False), ("rest heads=8", False),
     ]  # fmt: skip
 
 
@@ -465,7 +464,6 @@ def test_packed_rows_are_three_launches(launched, made, rows, s_q, h_q, topk) ->
         ("union", (groups, 1)), ("packed", (SMS, 1)), (rest, (groups * tiles, 1)),
     ]  # fmt: skip
     assert same_parameters(*launched)
-    assert [one["early"] for one in launched] == [f in hopper.WAITING for f in ("union", "packed", "native")]
     first = launched[0]
     assert (first["rows"], first["h_q"], first["head_tiles"], first["splits"]) == (count, h_q, tiles, 1)
     assert (first["partial"], first["peaks"], first["totals"]) == (0, 0, 0)

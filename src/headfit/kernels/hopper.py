@@ -37,9 +37,6 @@ TURNS: Final = 4
 # Few rows take narrower head tiles than their heads need, up to this number of CTAs an SM: a row is done sooner on more
 # SMs. Rows that are not split: up to one. Bits do not depend on it.
 NARROW_CTAS: Final = 2.5
-# Kernels, by `Spec.function`, that wait by themselves for the one before them, so that they may be launched early
-# (`ptx_async.wait_for_kernel_before`).
-WAITING: Final = frozenset({"merge", "native", "packed", "union"})
 NATIVE: Final = {
     heads: Spec(f"native heads={heads}", "headfit.kernels.hopper_native", "native", (("heads", heads),))
     for heads in (8, 16, 32)
@@ -51,6 +48,9 @@ REST: Final = {  # beside the packed kernel: a CTA for a group of 8 rows, so tha
 MERGE: Final = Spec("merge", "headfit.kernels.hopper_merge", "merge")
 UNION: Final = Spec("union", "headfit.kernels.hopper_union", "union")
 PACKED: Final = Spec("packed", "headfit.kernels.hopper_packed", "packed")
+# Kernels that are launched before the one before them has ended; they wait for it by themselves
+# (`ptx_async.wait_for_kernel_before`). Those of packing could too, but lose by it: 59 -> 62 us for a window at 8 heads.
+EARLY: Final = frozenset({MERGE.name, *(spec.name for spec in NATIVE.values())})
 SPECS: Final = (*NATIVE.values(), MERGE, UNION, PACKED, *REST.values())
 GROUP: Final = 8  # rows that are packed, as `hopper_packed_place` has it
 UNION_LIMIT: Final = 1536  # union keys of a group, as there
@@ -58,8 +58,8 @@ UNION_LIMIT: Final = 1536  # union keys of a group, as there
 PACKED_ROWS: Final = 512
 # ... and to this number of lanes a row, of both lists. The lists decide group by group on the device, so this is about
 # what trying costs. Lists of a window (128) and short ones of a heavily compressed layer overlap nearly whole; those of
-# chosen keys, 128 + 512 and more, hardly do, and finding that out takes 15 us of 330 to 640 at 4096 rows. Longer lists
-# of a heavily compressed layer have the shapes of chosen keys, and go with them.
+# chosen keys, 128 + 512 and more, hardly do, and finding that out takes 7 us and two launches more, of 320 to 610 us at
+# 4096 rows. Longer lists of a heavily compressed layer have the shapes of chosen keys, and go with them.
 PACKED_LANES: Final = 448
 WORK_BYTES: Final = configs.WORKSPACE_BYTES  # rows whose workspace would be larger are not packed
 ZEROS: Final = 256 * 576  # bytes: rows that lanes without a key copy, with 8 scale bytes behind them (hopper_keys)
@@ -285,7 +285,7 @@ def _launch_packed(call: SparseCall, chosen: Plan, device: int) -> tuple[Spec, .
 
 def _start(spec: Spec, device: int, grid: tuple[int, int], cluster: int = 1) -> None:
     """Launch one kernel with the parameters in the buffer, on PyTorch's current stream of ``device``, the current."""
-    stream, early = cubin.current_stream(device), spec.function in WAITING
+    stream, early = cubin.current_stream(device), spec.name in EARLY
     _kernel(spec, device).launch(grid, stream, _buffer.pointers, early=early, cluster=cluster)
 
 
