@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,22 +14,16 @@ from headfit.call import KeySet, SparseCall
 from headfit.kernels import cubin, hopper, hopper_abi
 
 WHY_NOT = hopper.available()
-pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=f"hopper: {WHY_NOT}")
+pytestmark = [
+    pytest.mark.skipif(WHY_NOT is not None, reason=f"hopper: {WHY_NOT}"),
+    pytest.mark.usefixtures("cuda_seed"),
+]
 
 SECOND = 1 << 31  # what tells a key of the second set
 MANY = 1 << 20  # slots
 JUNK = -7
 Row = list[int]  # keys
 Entries = list[tuple[int, int]]
-
-
-@pytest.fixture(autouse=True)
-def seed() -> Iterator[int]:
-    value = int(torch.randint(2**31, ()))
-    print(f"seed {value}")  # shown when the test fails
-    torch.manual_seed(value)
-    yield value
-    torch.cuda.synchronize()
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 from types import SimpleNamespace
@@ -32,6 +33,14 @@ def a_call(rows=1, h_q=8, topk=(128, 512), *, device="meta", s_q=1, sink=True, p
     sinks = torch.empty(h_q, device=device) if sink else None
     call = SparseCall(q, tuple(sets), 0.04, sinks, out, lse, None, False, "decode")
     return dataclasses.replace(call, **changes)
+
+
+@pytest.fixture(autouse=True)
+def plans_anew():
+    """Plans made with other settings are forgotten."""
+    hopper._planned.cache_clear()
+    yield
+    hopper._planned.cache_clear()
 
 
 def plan(*arguments, **named) -> hopper.Plan:
@@ -101,21 +110,12 @@ def test_no_share_is_empty_and_the_workspace_is_bounded() -> None:
                 assert rows * splits <= hopper.CTAS_PER_SM * SMS
 
 
-@pytest.fixture
-def clusters(monkeypatch):
-    """The setting that makes clusters, whatever the module has."""
-    monkeypatch.setattr(hopper, "CLUSTER", 16)
-    hopper._planned.cache_clear()
-    yield
-    hopper._planned.cache_clear()
-
-
-def test_up_to_16_shares_are_a_cluster(clusters) -> None:
+def test_up_to_16_shares_are_a_cluster() -> None:
     for rows, topk, splits in ((1, (128, 512), 10), (64, (128, 512), 4), (128, (128, 512), 2), (1, (1024,), 16)):
         for h_q in (1, 16, 128):
             chosen = plan(rows, h_q, topk)
             assert (chosen.splits, chosen.clustered) == (splits, True)
-            assert [spec.function for spec in chosen.specs] == ["native"]
+            assert [spec.function for spec in chosen.specs] == ["native", "merge"]  # where no cluster fits
     for chosen in (plan(200), plan(1, topk=(64,)), plan(1, batch_invariant=True)):
         assert (chosen.splits, chosen.clustered) == (1, False)
     long = plan(1, topk=(128, 8192))
@@ -123,7 +123,7 @@ def test_up_to_16_shares_are_a_cluster(clusters) -> None:
     assert [spec.function for spec in long.specs] == ["native", "merge"]
 
 
-def test_two_tiles_a_share_where_that_makes_a_cluster(clusters) -> None:
+def test_two_tiles_a_share_where_that_makes_a_cluster() -> None:
     assert plan(1, topk=(128, 1024)).splits == 9
     assert plan(1, topk=(2048,)).splits == 16
     assert plan(1, topk=(2112,)).splits == 33
@@ -386,7 +386,7 @@ def test_one_pass_is_one_launch(launched) -> None:
     assert run(a_call(200, h_q=40, device="cpu")) == ["native heads=32"]
     (one,) = launched
     assert (one["name"], one["grid"], one["stream"], one["early"]) == (
-        "native heads=32", (400, 1), 0x57, True,
+        "native heads=32", (400, 1), 0x57, False,
     )  # fmt: skip
     assert (one["rows"], one["h_q"], one["head_tiles"], one["splits"]) == (200, 40, 2, 1)
     assert (one["partial"], one["peaks"], one["totals"], one["work"]) == (0, 0, 0, 0)
@@ -402,11 +402,9 @@ def test_shares_are_merged_by_a_second_launch(launched, made, monkeypatch) -> No
     call = a_call(3, h_q=12, s_q=2, device="cpu")
     made.clear()
     monkeypatch.setattr(hopper, "NARROW_CTAS", 0)
-    hopper._planned.cache_clear()
     assert run(call) == ["native heads=16", "merge"]
-    hopper._planned.cache_clear()
     native, merge = launched
-    assert (native["grid"], native["early"], native["cluster"]) == ((6, 10), True, 1)
+    assert (native["grid"], native["early"], native["cluster"]) == ((6, 10), False, 1)
     assert (merge["grid"], merge["early"], merge["cluster"]) == ((6, 12), True, 1)
     assert same_parameters(native, merge)
     (shares,) = (t for t in made if t.dtype == torch.float32)
@@ -419,7 +417,7 @@ def test_shares_are_merged_by_a_second_launch(launched, made, monkeypatch) -> No
     assert native["totals"] + count * 4 == end
 
 
-def test_a_cluster_merges_its_shares_itself(launched, made, held, clusters) -> None:
+def test_a_cluster_merges_its_shares_itself(launched, made, held) -> None:
     held[10] = 12
     call = a_call(3, h_q=12, s_q=2, device="cpu")
     made.clear()
@@ -435,20 +433,18 @@ def test_a_cluster_merges_its_shares_itself(launched, made, held, clusters) -> N
     [(6, 12, (128, 512), {10: 11}, False), (6, 12, (128, 512), {10: 12}, True), (6, 12, (128, 512), {}, False),
      (128, 64, (128, 512), {2: 1}, True), (128, 64, (128, 512), {}, False), (1, 8, (128, 8192), {16: 99}, False)],
 )  # fmt: skip
-def test_large_clusters_that_would_take_turns_are_not_made(
-    launched, held, clusters, rows, h_q, topk, held_of, clustered
-) -> None:
+def test_large_clusters_that_would_take_turns_are_not_made(launched, held, rows, h_q, topk, held_of, clustered) -> None:
     held.update(held_of)
     names = run(a_call(rows, h_q=h_q, topk=topk, device="cpu"))
     assert ("merge" in names) is not clustered
     assert [one["cluster"] > 1 for one in launched] == ([True] if clustered else [False, False])
 
 
-def test_single_kernels_start_early_those_of_packing_do_not(launched) -> None:
-    run(a_call(200, device="cpu"))
+def test_merge_alone_starts_early(launched) -> None:
+    run(a_call(1, topk=(128, 512), device="cpu"))
     run(a_call(512, topk=(16,), device="cpu"))
     assert [(one["name"], one["early"]) for one in launched] == [
-        ("native heads=8", True), ("union", False), ("packed", False), ("rest heads=8", False),
+        ("native heads=8", False), ("merge", True), ("union", False), ("packed", False), ("rest heads=8", False),
     ]  # fmt: skip
 
 
@@ -553,32 +549,40 @@ def test_doctor_shows_it_for_its_chip_alone(gpu, family) -> None:
     assert doctor_command(tp=8, gpu=gpu, family="triton").families[0].family == "triton"
 
 
-def test_warmup_reaches_every_binary_of_a_width(launched, monkeypatch) -> None:
-    monkeypatch.setattr(hopper, "unsupported", hopper.why_not_taken)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    done: dict[str, float] = {}
-    with archs.override("sm_90"):
-        for topk in (640, 4096, 16):
-            for rows in warmup.HOPPER_ROWS:
-                warmup._once_hopper(warmup.of_rows(a_call(1, h_q=32, topk=(topk,), device="cpu"), rows), done)
-    assert {name.removeprefix("hopper ") for name in done} == {
-        "native heads=8", "native heads=16", "native heads=32", "merge", "union", "packed", "rest heads=32"
-    }  # fmt: skip
+@pytest.mark.parametrize("sms", [78, 114, 132])
+@pytest.mark.parametrize("h_q", [1, 8, 9, 17, 32, 33, 64, 65, 128])
+def test_no_call_launches_a_binary_that_warmup_did_not_make_ready(h_q: int, sms: int) -> None:
+    ready = set(hopper.binaries(h_q))
+    for rows in (*range(1, 300), 512, 4096):
+        for topk in ((64,), (128,), (128, 256), (128, 512), (128, 4096)):
+            for invariant in (False, True):
+                may = hopper.may_pack(rows, sum(topk)) and not invariant
+                assert set(hopper._planned(rows, h_q, topk, invariant, may, sms).specs) <= ready
 
 
-def test_warmup_launches_what_a_call_would(launched, monkeypatch) -> None:
-    monkeypatch.setattr(hopper, "unsupported", hopper.why_not_taken)
+def test_warmup_makes_ready_what_calls_may_launch(launched, monkeypatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(hopper, "make_ready", lambda spec, device: made.append(spec.name))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     done: dict[str, float] = {}
     with archs.override("sm_90"):
-        warmup._once_hopper(a_call(1, h_q=8, topk=(640,), device="cpu"), done)
         warmup._once_hopper(a_call(1, h_q=20, topk=(16,), device="cpu"), done)
-        packs = warmup.of_rows(a_call(1, h_q=20, topk=(16,), device="cpu"), hopper.PACKED_ROWS)
-        warmup._once_hopper(packs, done)
-        assert list(done)[2:] == ["hopper union", "hopper packed", "hopper rest heads=32"]
-        before = dict(done)
+        assert len(launched) == 1  # which makes the zeros
+        before = list(made)
         warmup._once_hopper(with_keys(a_call(1, device="cpu"), layout="v32"), done)
-    assert list(done)[:2] == ["hopper native heads=8", "hopper merge"]
-    assert launched[-1]["rows"] == hopper.PACKED_ROWS
-    assert done == before  # what is not taken is not launched
+    assert made == before == [spec.name for spec in hopper.binaries(20)]
+    assert list(done) == [f"hopper {name}" for name in made]
     assert all(seconds >= 0 for seconds in done.values())
+
+
+def test_warmup_leaves_out_what_cannot_be_built(launched, monkeypatch) -> None:
+    monkeypatch.setattr(hopper, "_why_not_built", lambda spec: "no compiler" if spec is hopper.MERGE else None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    done: dict[str, float] = {}
+    with archs.override("sm_90"):
+        warmup._once_hopper(a_call(1, h_q=8, topk=(16,), device="cpu"), done)
+    assert list(done) == ["hopper native heads=8"]
+    assert launched == []

@@ -5,7 +5,9 @@ The table is written by `python -m headfit.hopper_report --write docs/kernels/ho
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,27 @@ def test_table_covers_every_binary() -> None:
 def test_an_sm_holds_as_many_as_a_plan_counts_on() -> None:
     for table in TABLE.values():
         assert all(table[spec.name]["ctas"] >= hopper.CTAS_PER_SM for spec in hopper.NATIVE.values())
+
+
+@needs_dsl
+@pytest.mark.parametrize("spec", hopper.SPECS, ids=lambda spec: spec.name.replace(" ", "-"))
+def test_nothing_global_is_touched_before_the_kernel_before_is_waited_for(spec: Spec) -> None:
+    sass = hopper_report._disassembly(hopper_build.compile_spec(spec).image)
+    if sass is None:
+        pytest.skip("no nvdisasm")
+    found = re.findall(r"\b(ACQBULK|LDG|STG|LDGSTS|UBLKCP|RED|ATOMG|EXIT)\b", sass)
+    assert found[0] == "ACQBULK"
+    assert {"LDG", "EXIT"} <= set(found)  # the names are those of this disassembler
+
+
+@needs_dsl
+def test_a_share_lies_over_what_is_dead_by_then() -> None:
+    cluster = pytest.importorskip("headfit.kernels.hopper_cluster")
+    native, tile = (importlib.import_module(f"headfit.kernels.hopper_native{end}") for end in ("", "_tile"))
+    for size in native.SIZES.values():
+        assert cluster.share_bytes(size.heads) <= size.offsets()[3]  # peaks and tables are read after it is stored
+    assert hopper.CLUSTER <= cluster.MOST
+    assert cluster.WARPS == tile.WARPS
 
 
 def test_what_forbids_a_binary_is_named() -> None:

@@ -161,7 +161,9 @@ class Kernel:
             if code == 0:
                 config = self._config((1, size), 0, early=False, cluster=size)
                 code = self._status("cuOccupancyMaxActiveClusters", ctypes.byref(count), self.function, config)
-            known = self._clusters[size] = 0 if code else count.value
+            if code:  # not kept: it may be the error of something before
+                return 0
+            known = self._clusters[size] = count.value
         return known
 
     def launch(

@@ -49,8 +49,10 @@ MERGE: Final = Spec("merge", "headfit.kernels.hopper_merge", "merge")
 UNION: Final = Spec("union", "headfit.kernels.hopper_union", "union")
 PACKED: Final = Spec("packed", "headfit.kernels.hopper_packed", "packed")
 # Kernels that are launched before the one before them has ended; they wait for it by themselves
-# (`ptx_async.wait_for_kernel_before`). Those of packing could too, but lose by it: 59 -> 62 us for a window at 8 heads.
-EARLY: Final = frozenset({MERGE.name, *(spec.name for spec in NATIVE.values())})
+# (`ptx_async.wait_for_kernel_before`). The others wait too, but read what they are given through the read-only path
+# (`ld.global.nc`), whose contract does not cover memory that was being written when the kernel started. Starting them
+# early as well saved 0.1 to 0.3 us of a decode call, and cost windows 3 us of 59.
+EARLY: Final = frozenset({MERGE.name})
 SPECS: Final = (*NATIVE.values(), MERGE, UNION, PACKED, *REST.values())
 GROUP: Final = 8  # rows that are packed, as `hopper_packed_place` has it
 UNION_LIMIT: Final = 1536  # union keys of a group, as there
@@ -86,11 +88,11 @@ class Plan:
 
     @property
     def specs(self) -> tuple[Spec, ...]:
-        """The binaries, in the order of their launches."""
+        """The binaries, in the order of their launches; the last is left out where a cluster merges by itself."""
         if self.packed:
             return UNION, PACKED, REST[self.heads]
         native = NATIVE[self.heads]
-        return (native,) if self.splits == 1 or self.clustered else (native, MERGE)
+        return (native,) if self.splits == 1 else (native, MERGE)
 
 
 def available() -> str | None:
@@ -190,6 +192,21 @@ def plan(call: SparseCall, arch: archs.Arch) -> Plan:
     if packing and call.q.untyped_storage().data_ptr() == call.out.untyped_storage().data_ptr() != 0:
         packing = False  # a group whose keys turn out not to be finite is computed again, from q
     return _planned(b * s_q, h_q, topk, invariant, packing, arch.sms)
+
+
+def binaries(h_q: int) -> tuple[Spec, ...]:
+    """All that calls of ``h_q`` heads may launch, whatever their rows and lists."""
+    widest = next((tile for tile in NATIVE if tile >= h_q), max(NATIVE))
+    narrower = [spec for tile, spec in NATIVE.items() if tile <= widest]
+    return *narrower, MERGE, UNION, PACKED, REST[widest]
+
+
+def make_ready(spec: Spec, device: int) -> str | None:
+    """Build ``spec`` or find it in the cache, and load it on a device, the current one; why not, where that fails."""
+    reason = _why_not_built(spec)
+    if reason is None:
+        _kernel(spec, device)
+    return reason
 
 
 @functools.lru_cache(maxsize=4096)

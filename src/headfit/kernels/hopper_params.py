@@ -11,7 +11,7 @@ A kernel file has a function that ``hopper_build.Spec`` names; it defines the ke
             x, y, _ = cute.arch.block_idx()
             ...  # p.q is an Int64, p.topk1 an Int32, p.scale_log2 a Float32
 
-        return Traced(sparse_mla_native, threads=256, smem=SMEM, min_blocks=2)
+        return Traced(sparse_mla_native, threads=128, smem=SMEM, min_blocks=2)
 
 No ``from __future__ import annotations`` there: the DSL reads the annotation of ``p`` as it stands.
 """

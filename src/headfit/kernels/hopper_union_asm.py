@@ -99,12 +99,6 @@ def sts32_if(a, v, flag):
     asm([], [a, v, flag], "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.shared.b32 [$0], $1; }", "r,r,r,~{memory}")
 
 
-def store64_if(p, v, flag):
-    """Store two words to global memory where ``flag``."""
-    code = "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.v2.b32 [$0], {$1,$2}; }"
-    asm([], [p, *v, flag], code, "l,r,r,r,~{memory}")
-
-
 def store64(p, v):
     """Store two words to global memory."""
     asm([], [p, *v], "st.global.v2.b32 [$0], {$1,$2};", "l,r,r,~{memory}")

@@ -99,11 +99,6 @@ def sts64f(a, v, off=0):
     asm([], [a, *v], f"st.shared.v2.f32 [$0+{off}], {{$1,$2}};", "r,f,f,~{memory}")
 
 
-def sts128f(a, v, off=0):
-    """Store four float32."""
-    asm([], [a, *v], f"st.shared.v4.f32 [$0+{off}], {{$1,$2,$3,$4}};", "r,f,f,f,f,~{memory}")
-
-
 def ldmatrix_trans4(a, off=0):
     """Four 8x8 matrices of 16-bit units, each transposed."""
     code = f"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$0,$1,$2,$3}}, [$4+{off}];"
@@ -152,12 +147,6 @@ def stg32f_if(p, v, flag):
     """Store one float32 where ``flag``."""
     code = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.global.f32 [$0], $1; }"
     asm([], [p, v, flag], code, "l,f,r,~{memory}")
-
-
-def stg64f_if(p, v, flag):
-    """Store two float32 where ``flag``."""
-    code = "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.v2.f32 [$0], {$1,$2}; }"
-    asm([], [p, *v, flag], code, "l,f,f,r,~{memory}")
 
 
 def at(p, i):
@@ -448,11 +437,6 @@ def sync_warp():
 def sync(threads, number=0):
     """Barrier of ``threads`` threads."""
     asm([], [], f"bar.sync {number}, {threads};", SHARED_STATE)
-
-
-def sync_pair(number):
-    """Barrier of 64 threads, of a number known at run time (the same for them all)."""
-    asm([], [number], "bar.sync $0, 64;", "r,~{memory}")
 
 
 def sync_or(flag, threads, number=0):

@@ -1,14 +1,14 @@
 """Compile the kernels that a rank will launch before it serves: ``headfit.kernels.warmup.warmup(...)``.
 
-Belongs here: which calls to make ahead. Does not belong here: the kernels, or settings. Shapes, lengths, strides and
-page counts make no further binaries, so one small call a variant is enough.
+Belongs here: which calls to make ahead. Does not belong here: the kernels, or settings. Lengths, strides and page
+counts make no further binaries, so one small call a variant is enough; rows choose among those of `hopper`, which are
+made ready without a call.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 
 import torch
 
@@ -16,9 +16,6 @@ from headfit.cache import LAYOUTS, empty_cache
 from headfit.call import KeySet, SparseCall
 from headfit.kernels import hopper
 from headfit.kernels import triton as backend
-
-# Rows at which `hopper` takes the narrowest head tile, the middle one, and the one that fits; the last are packed too.
-HOPPER_ROWS = (1, 16, hopper.PACKED_ROWS)
 
 
 def warmup(
@@ -39,7 +36,7 @@ def warmup(
 
     Returns:
         Seconds by variant name, in the order in which they were made ready; about 3 s each the first time on a machine.
-        Binaries that one call launches share its time.
+        Triton binaries that one call launches share its time.
 
     Raises:
         ValueError: unknown layout, or a head count outside 1 to 128.
@@ -53,8 +50,8 @@ def warmup(
             if not 1 <= h_q <= 128:
                 raise ValueError(f"heads: got {h_q}, accepted are 1 to 128")
             for page_size in page_sizes:
-                # split and merged; so many shares that no cluster merges them; one pass; shares of one size
-                for topk, invariant in ((640, False), (4096, False), (16, False), (16, True)):
+                for topk, invariant in ((640, False), (16, False), (16, True)):
+                    # split and merge; one pass; shares of one size
                     _once(layout, h_q, page_size, topk, invariant, where, done)
     return done
 
@@ -83,25 +80,18 @@ def _once(
     for name in names:
         done.setdefault(name, time.perf_counter() - start)
     if device.type == "cuda" and hopper.available() is None:
-        for rows in HOPPER_ROWS:
-            _once_hopper(of_rows(call, rows), done)
-
-
-def of_rows(call: SparseCall, rows: int) -> SparseCall:
-    """The same row again and again."""
-    sets = tuple(replace(keys, indices=keys.indices.expand(rows, -1, -1)) for keys in call.key_sets)
-    out = call.out.new_empty((rows, *call.out.shape[1:]))
-    lse = call.lse.new_empty((rows, *call.lse.shape[1:]))
-    return replace(call, q=call.q.expand(rows, -1, -1, -1), key_sets=sets, out=out, lse=lse)
+        _once_hopper(call, done)
 
 
 def _once_hopper(call: SparseCall, done: dict[str, float]) -> None:
-    """The same call by the Hopper kernels, if they take it."""
-    start = time.perf_counter()
-    if hopper.unsupported(call) is not None:  # this compiles or loads
+    """All Hopper binaries for calls of this width, if they take such calls; and one call, which makes what is kept."""
+    if hopper.why_not_taken(call) is not None:
         return
-    with hopper.record_variants() as names:
-        hopper.run(call)
+    for spec in hopper.binaries(call.q.shape[2]):
+        start = time.perf_counter()
+        with torch.cuda.device(call.q.device):
+            if hopper.make_ready(spec, torch.cuda.current_device()) is not None:
+                return
+        done.setdefault(f"hopper {spec.name}", time.perf_counter() - start)
+    hopper.run(call)
     torch.cuda.synchronize(call.q.device)
-    for name in names:
-        done.setdefault(f"hopper {name}", time.perf_counter() - start)
