@@ -130,10 +130,9 @@ def scale_words(f):
 def usual_logits(f, words):
     """S^T: ``n`` float32 of 64 keys x H heads. ``words``: of `scale_words`.
 
-    Either half of the dims is summed up on its own.
-    A sum is kept in units of the scale of the group at hand, which costs no second accumulator; between two groups it
-    is multiplied by the exact power of two between their scales. While the products of one half's group run, those of
-    the other's are prepared.
+    Either half of the dims is summed up on its own, in units of the scale of the group at hand, which costs no second
+    accumulator: between two groups a sum is multiplied by the exact power of two between their scales. While the
+    products of one half's group run, those of the other's are prepared.
     """
     acc = [[Float32(0.0)] * f.size.n for _ in range(2)]
     steps = [[group_steps(word, side) for word in words[side]] for side in range(2)]
