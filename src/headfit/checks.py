@@ -23,15 +23,15 @@ MAX_SCALE = torch.finfo(torch.float32).max  # kernels multiply in float32
 def tensor(name: str, value: Any, dtype: torch.dtype | tuple[torch.dtype, ...], shape: str) -> Tensor:
     """``value`` if it is a tensor of one of the dtypes with the dims ``shape`` names; else TypeError/ValueError."""
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    dims = shape.count(",") + 1
+    if isinstance(value, Tensor) and value.dtype in dtypes and value.dim() == dims:
+        return value
     accepted = f"{' or '.join(str(d) for d in dtypes)} {shape}"
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {type(value).__name__}, accepted is a torch.Tensor, {accepted}")
     if value.dtype not in dtypes:
         raise TypeError(f"{name}: got dtype {value.dtype}, accepted is {accepted}; convert it before the call")
-    dims = shape.count(",") + 1
-    if value.dim() != dims:
-        raise ValueError(f"{name}: got shape {tuple(value.shape)} ({value.dim()} dims), accepted is {accepted}")
-    return value
+    raise ValueError(f"{name}: got shape {tuple(value.shape)} ({value.dim()} dims), accepted is {accepted}")
 
 
 def last_dim_contiguous(name: str, value: Tensor) -> None:

@@ -136,7 +136,7 @@ def _why_not_for(name: str, call: SparseCall, *, explicit: bool) -> str | None:
         load(name)  # raises with the remedy
     if device not in REGISTRY[name].device_types:
         return f"runs on {' or '.join(REGISTRY[name].device_types)} tensors, q is on {device}"
-    return why_not(name)
+    return None if explicit else why_not(name)
 
 
 def _no_backend_text(call: SparseCall, reasons: Mapping[str, str]) -> str:
