@@ -11,11 +11,10 @@ share's 512 bytes come straight out of its CTA's shared memory.
 # mypy: ignore-errors
 
 from cutlass import Float32, Int32, Int64
-from cutlass._mlir import ir
-from cutlass._mlir.dialects import scf
 
+from headfit.kernels import hopper_packed_asm as pasm
 from headfit.kernels import ptx, ptx_async
-from headfit.kernels.hopper_merge import NONE, not_zero, put, result
+from headfit.kernels.hopper_merge import NONE, not_zero, result
 
 WARPS = 4
 PITCH = 2064  # bytes from head to head: 512 float32, and 16 bytes for pairs of 4 x 2 heads to fall into other banks
@@ -54,12 +53,13 @@ def close_share(p, heads, base, place, warp):
 
 
 def every(begin, end, step, body):
-    """``for i in range(begin, end, step): body(i)`` at run time."""
-    op = scf.ForOp(begin.ir_value(), end.ir_value(), step.ir_value(), [])
-    op.attributes["loop_annotation"] = ir.Attribute.parse("#llvm.loop_annotation<unroll = <disable = true>>")
-    with ir.InsertionPoint(op.body):
-        body(Int32(op.induction_variable))
-        scf.yield_([])
+    """``body(i)`` for ``i in range(begin, end, step)``, at run time."""
+
+    def one(i, state):
+        body(i)
+        return state
+
+    pasm.loop(begin, end, [], one, step)
 
 
 def send_share(p, heads, base, place, warp):
@@ -139,6 +139,6 @@ def write(p, place, task, lane, found):
     """Four dims of the output a lane; lse by the first lane of a head's first dims."""
     low, high, lse = found
     head, quarter = task >> 2, task & 3
-    put(ptx.at(place.out + ptx.wide(head, p.out_h) * 2, quarter * 256 + lane * 8), low, high)
+    ptx.stg64(ptx.at(place.out + ptx.wide(head, p.out_h) * 2, quarter * 256 + lane * 8), [low, high])
     first = ptx.equal(quarter, Int32(0)) & ptx.equal(lane, Int32(0))
     ptx.stg32f_if(place.lse + ptx.wide(head, p.lse_h) * 4, lse, first)

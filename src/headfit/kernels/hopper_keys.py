@@ -40,7 +40,7 @@ class Keys:
         """Write the records (thread 0 does); returns the number of tiles. A barrier must follow."""
         p = self.p
         lists = RowLists(p, row)
-        lanes = lists.lanes
+        lanes = lists.read_lengths()
         tiles = [(n + 63) >> 6 for n in lanes]
         each = ptx.quotient(tiles[0] + tiles[1] + p.splits - 1, p.splits)
         begin = split * each

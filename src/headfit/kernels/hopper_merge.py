@@ -101,7 +101,7 @@ def store(p, row, head, thread, acc, peak, base, total, sink):
     b = ptx.divide(row, p.magic_s, p.shift_s)
     s = row - b * p.s_q
     place = p.out + (Int64(b) * p.out_b + Int64(s) * p.out_s + Int64(head) * p.out_h) * 2 + Int64(thread) * 8
-    put(place, low, high)
+    ptx.stg64(place, [low, high])
     target = p.lse + (Int64(b) * p.lse_b + Int64(head) * p.lse_h + Int64(s) * p.lse_s) * 4
     ptx.stg32f_if(target, lse, ptx.equal(thread, Int32(0)))
 
@@ -114,8 +114,3 @@ def result(acc, peak, base, total, sink):
     low = ptx.pack_bf16(ptx.fmul(acc[0], factor), ptx.fmul(acc[1], factor))
     high = ptx.pack_bf16(ptx.fmul(acc[2], factor), ptx.fmul(acc[3], factor))
     return low, high, ptx.pickf(some, (peak + ptx.lg2(total)) * LN_2, Float32(float("inf")))
-
-
-def put(place, low, high):
-    """Store two words."""
-    ptx.asm([], [place, low, high], "st.global.v2.b32 [$0], {$1,$2};", "l,r,r,~{memory}")

@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, Int64
 
 from headfit.kernels import hopper_cluster, ptx, ptx_async
 from headfit.kernels.hopper_keys import ARRIVALS, Keys
-from headfit.kernels.hopper_native_tile import PITCH, THREADS, WARPS, permuted, tile
+from headfit.kernels.hopper_native_tile import PITCH, THREADS, WARPS, over_warps, permuted, tile
 from headfit.kernels.hopper_params import Params, Traced
 
 LOWEST = -3e38  # of a running maximum that has seen no logit
@@ -211,9 +211,7 @@ def finish(f, p, state, unit, r):
     peaks = f.peaks + lane * 4
     ptx.sts32f(peaks + f.wid * 128, state.total[0])
     ptx.sync(THREADS)
-    total = ptx.lds32f(peaks)
-    for warp in range(1, WARPS):
-        total = ptx.fadd(total, ptx.lds32f(peaks, 128 * warp))
+    total = over_warps(peaks, ptx.fadd)
     place = Place(p, f.size, r)
     place.lane, place.head = lane, f.head(lane)
     maximum = ptx.lds32f(f.head_maxima + place.head * 4)

@@ -269,6 +269,14 @@ def over_keys(f, values, op):
     return gathered([op(a, b) for a, b in zip(*values, strict=True)], ptx.lane() >> 2, op)
 
 
+def over_warps(peaks, op):
+    """What all warps left for this lane from ``peaks`` on, reduced."""
+    found = ptx.lds32f(peaks)
+    for warp in range(1, WARPS):
+        found = op(found, ptx.lds32f(peaks, 128 * warp))
+    return found
+
+
 def heads_table(f):
     """Factors and running maxima of the thread's heads."""
     factors, known, table = [], [], f.maxima()
@@ -298,9 +306,7 @@ def raise_maxima(f, state, s, own, any_scale):
     logits = [log_weights(f, s[i], present[i], (factors, [Float32(0.0)] * size.nv))[1] for i in range(2)]
     ptx.sts32f(peaks + f.wid * 128, over_keys(f, logits, ptx.fmax))
     ptx.sync(THREADS)
-    candidate = ptx.lds32f(peaks)
-    for warp in range(1, WARPS):
-        candidate = ptx.fmax(candidate, ptx.lds32f(peaks, 128 * warp))
+    candidate = over_warps(peaks, ptx.fmax)
     new = ptx.pickf(ptx.above(candidate - old, 0 if any_scale else LAZY), candidate, old)
     rescale = ptx.ex2(old - new)
     ptx.sts32f(own_maximum, new)  # every warp writes the same value
@@ -355,7 +361,9 @@ def add_values(f, words, more, state, any_scale):
     While a step's products run, the next step is converted and the one ``ahead`` of that is read; ``words`` are those
     read so far. Half of the tile is free once its last step is converted.
     """
-    n, parity, ahead, last = f.size.n, f.parity, f.size.ahead, len(STEPS) - 1
+    n, parity, ahead = f.size.n, f.parity, f.size.ahead
+    middle, last = len(STEPS) // 2, len(STEPS) - 1
+    frees = {middle - 1: f.first_half_free, last: f.second_half_free}
     acc = {g: [state.acc[g * n + k] for k in range(n)] for g in range(8)}
     words = list(words)
     fragments = value_fragments(STEPS[0][0], words.pop(0), any_scale)
@@ -363,15 +371,14 @@ def add_values(f, words, more, state, any_scale):
         acc[group] = multiply_values(f, acc[group], group, half, fragments, any_scale)
         if k < last:
             fragments = value_fragments(STEPS[k + 1][0], words.pop(0), any_scale)
-        for step, free in ((7, f.first_half_free), (last, f.second_half_free)):
-            if k + 1 == step:
-                ptx_async.mbarrier_arrive_if(free, ptx.leader())
+        if k + 1 in frees:
+            ptx_async.mbarrier_arrive_if(frees[k + 1], ptx.leader())
         if k + ahead < last:
             words.append(value_words(f, *STEPS[k + ahead + 1]))
-        if k == 8:
+        if k == middle:
             ptx_async.mbarrier_wait(f.first_half_free, parity)
-        if k in (8, 10):
-            ptx.when(more, lambda part=(k - 8) // 2: f.keys.copy(0, part, parity ^ 1))
+        if k in (middle, middle + 2):
+            ptx.when(more, lambda part=(k - middle) // 2: f.keys.copy(0, part, parity ^ 1))
         if k < last:
             ptx_async.wgmma_wait(1)
     ptx_async.mbarrier_wait(f.second_half_free, parity)

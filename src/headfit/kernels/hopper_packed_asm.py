@@ -15,10 +15,14 @@ from headfit.kernels.ptx import asm
 SWIZZLE_128 = 0x40000040  # high word of a descriptor: 128-byte swizzle, 1024 bytes between groups of 8 rows
 
 
-def loop(begin, end, state, body):
-    """``for i in range(begin, end): state = body(i, state)`` at run time; ``state`` is a list of DSL scalars."""
+def loop(begin, end, state, body, step=None):
+    """``for i in range(begin, end, step): state = body(i, state)`` at run time.
+
+    ``state`` is a list of DSL scalars; ``step`` 1 without.
+    """
     kinds = [type(v) for v in state]
-    op = scf.ForOp(begin.ir_value(), end.ir_value(), Int32(1).ir_value(), [v.ir_value() for v in state])
+    step = Int32(1) if step is None else step
+    op = scf.ForOp(begin.ir_value(), end.ir_value(), step.ir_value(), [v.ir_value() for v in state])
     op.attributes["loop_annotation"] = ir.Attribute.parse("#llvm.loop_annotation<unroll = <disable = true>>")
     with ir.InsertionPoint(op.body):
         inner = [k(v) for k, v in zip(kinds, op.inner_iter_args, strict=True)]
@@ -142,12 +146,6 @@ def store16(a, v, off):
     """Store the low 16 bits to shared memory."""
     code = f"{{ .reg .b16 l,h; mov.b32 {{l,h}}, $1; st.shared.b16 [$0+{off}], l; }}"
     asm([], [a, v], code, "r,r,~{memory}")
-
-
-def store64_if(p, v, flag):
-    """Store two words to global memory where ``flag``."""
-    code = "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.v2.b32 [$0], {$1,$2}; }"
-    asm([], [p, *v, flag], code, "l,r,r,r,~{memory}")
 
 
 def e4m3_to_bf16(words, factor, top):

@@ -312,4 +312,4 @@ def write_lane(f, query, x):
         low, high = ptx.pack_bf16(x[2 * j], x[2 * j + 1]), ptx.pack_bf16(x[2 * j + 2], x[2 * j + 3])
         got = ptx.shfl_xor_bits(ptx.pick32(odd, low, high), 1)
         pair = [ptx.pick32(odd, got, low), ptx.pick32(odd, high, got)]
-        pasm.store64_if(row + Int64(16 * j), pair, query.valid)
+        ptx.stg64_if(row + Int64(16 * j), pair, query.valid)

@@ -19,7 +19,10 @@ class RowLists:
         self.p = p
         self.b = ptx.divide(row, p.magic_s, p.shift_s)
         self.s = row - self.b * p.s_q
-        self.lanes = [lanes_of(p.len1, self.b, p.topk1), lanes_of(p.len2, self.b, p.topk2)]
+
+    def read_lengths(self):
+        """Lanes of each list."""
+        return [lanes_of(self.p.len1, self.b, self.p.topk1), lanes_of(self.p.len2, self.b, self.p.topk2)]
 
     def places(self):
         """Addresses of the first index of each list."""

@@ -33,7 +33,7 @@ from headfit.kernels import hopper_union_asm as uasm
 from headfit.kernels import hopper_union_place as place
 from headfit.kernels import ptx, ptx_async
 from headfit.kernels.hopper_params import Params, Traced
-from headfit.kernels.hopper_rows import RowLists, lanes_of
+from headfit.kernels.hopper_rows import RowLists
 from headfit.kernels.hopper_union_place import ADDED, COUNTS, ENDS, LANES, THREADS
 from headfit.kernels.hopper_union_table import Table
 
@@ -65,7 +65,7 @@ def unite(g):
     row = Row(g)
     row.copy()
     g.clear()
-    row.read_lengths()
+    row.know_lengths()
     uasm.wait_copies()
     row.examine()
     ptx.sync(THREADS)
@@ -86,12 +86,9 @@ class Row(RowLists):
     """The two lists of this warp's row; no lanes past the last row. The lengths are read after the lists."""
 
     def __init__(self, g):
-        self.g, self.p = g, g.p
         row = (g.group << 3) + g.wid
-        self.here = ptx.less(row, g.p.rows)
-        row = ptx.pick32(self.here, row, Int32(0))
-        self.b = ptx.divide(row, g.p.magic_s, g.p.shift_s)
-        self.s = row - self.b * g.p.s_q
+        self.g, self.here = g, ptx.less(row, g.p.rows)
+        super().__init__(g.p, ptx.pick32(self.here, row, Int32(0)))
 
     def copy(self):
         """Begin to copy both lists to shared memory: whole, so that nothing waits for the lengths."""
@@ -112,11 +109,9 @@ class Row(RowLists):
             odd = (ptx.words(source)[0] | size) & 15
             ptx.when(odd, lambda f=pieces: f(4), otherwise=lambda f=pieces: f(16))
 
-    def read_lengths(self):
-        """Lanes of each list."""
-        p = self.p
-        both = ((p.len1, p.topk1), (p.len2, p.topk2))
-        self.lanes = [ptx.pick32(self.here, lanes_of(n, self.b, topk), Int32(0)) for n, topk in both]
+    def know_lengths(self):
+        """Lanes of each list; none past the last row."""
+        self.lanes = [ptx.pick32(self.here, n, Int32(0)) for n in self.read_lengths()]
 
     def examine(self):
         """Where the keys of each list begin and end."""
@@ -204,7 +199,7 @@ def write(g, added1, count):
         mask, behind = uasm.covering(ends, counts, number - ptx.pick32(second, added1, Int32(0)))
         end = ptx.lds32(rows + uasm.lowest(mask) * 4, ENDS)
         key = ptx.lds32(end - behind * 4, -4) | (second << 31)
-        uasm.store64(listed + ptx.wide(number, Int64(8)), [key, mask])
+        ptx.stg64(listed + ptx.wide(number, Int64(8)), [key, mask])
         return state
 
     pasm.loop(Int32(0), (count - g.tid + (THREADS - 1)) >> 8, [], entry)

@@ -99,11 +99,6 @@ def sts32_if(a, v, flag):
     asm([], [a, v, flag], "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.shared.b32 [$0], $1; }", "r,r,r,~{memory}")
 
 
-def store64(p, v):
-    """Store two words to global memory."""
-    asm([], [p, *v], "st.global.v2.b32 [$0], {$1,$2};", "l,r,r,~{memory}")
-
-
 # --- hashing
 
 

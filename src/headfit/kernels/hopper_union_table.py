@@ -166,7 +166,7 @@ class Table:
                 these = ptx.ballot(first)
                 number = state[0] + uasm.popc(these & below)
                 key = ptx.lds32(g.base + slot * 4, KEYS)
-                pasm.store64_if(entries + ptx.wide(number, Int64(8)), [key, mask], first)
+                ptx.stg64_if(entries + ptx.wide(number, Int64(8)), [key, mask], first)
                 return [state[0] + uasm.popc(these)]
 
             self.firsts(second, [start], note)

@@ -143,6 +143,17 @@ def stg32_if(p, v, flag):
     asm([], [p, v, flag], code, "l,r,r,~{memory}")
 
 
+def stg64(p, v):
+    """Store two words."""
+    asm([], [p, *v], "st.global.v2.b32 [$0], {$1,$2};", "l,r,r,~{memory}")
+
+
+def stg64_if(p, v, flag):
+    """Store two words where ``flag``."""
+    code = "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.v2.b32 [$0], {$1,$2}; }"
+    asm([], [p, *v, flag], code, "l,r,r,r,~{memory}")
+
+
 def stg32f_if(p, v, flag):
     """Store one float32 where ``flag``."""
     code = "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.global.f32 [$0], $1; }"
