@@ -9,10 +9,16 @@ import torch
 
 
 @pytest.fixture
-def cuda_seed() -> Iterator[int]:
-    """A fresh seed, shown when the test fails; an error of a kernel is its own test's."""
-    value = int(torch.randint(2**31, ()))
+def seed() -> int:
+    """A fresh seed for torch, shown when the test fails."""
+    value = int(torch.seed() % 2**31)
     print(f"seed {value}")
     torch.manual_seed(value)
-    yield value
+    return value
+
+
+@pytest.fixture
+def cuda_seed(seed: int) -> Iterator[int]:
+    """The same; and an error of a kernel is its own test's."""
+    yield seed
     torch.cuda.synchronize()

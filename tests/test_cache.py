@@ -9,14 +9,6 @@ from headfit import cache
 from headfit.cache import LAYOUTS, empty_cache, gather_rows, layout_of, pack_kv, page_bytes, unpack_kv, write_rows
 
 
-@pytest.fixture
-def seed() -> int:
-    value = int(torch.seed() % 2**31)
-    print(f"seed {value}")
-    torch.manual_seed(value)
-    return value
-
-
 def whole_page_bytes(k_cache: torch.Tensor) -> torch.Tensor:
     """All bytes of a packed cache, padding included: [pages, page stride]."""
     return k_cache.as_strided((k_cache.shape[0], k_cache.stride(0)), (k_cache.stride(0), 1))

@@ -18,14 +18,6 @@ from headfit.reference import sparse_mla_reference
 WIDTHS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 128)
 
 
-@pytest.fixture
-def seed() -> int:
-    value = int(torch.seed() % 2**31)
-    print(f"seed {value}")
-    torch.manual_seed(value)
-    return value
-
-
 @dataclasses.dataclass
 class Case:
     """Arguments of flash_mla_with_kvcache, and of the oracle."""

@@ -11,14 +11,6 @@ from headfit.reference import sparse_mla_reference
 LN2 = math.log(2.0)
 
 
-@pytest.fixture
-def seed() -> int:
-    value = int(torch.seed() % 2**31)
-    print(f"seed {value}")
-    torch.manual_seed(value)
-    return value
-
-
 def lanes(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32).view(1, 1, -1)
 

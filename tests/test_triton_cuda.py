@@ -16,14 +16,6 @@ ROWS = (1, 64, 65, 4096)
 SCALE = 512**-0.5
 
 
-@pytest.fixture
-def seed() -> int:
-    value = int(torch.randint(2**31, ()))
-    print(f"seed {value}")  # shown when the test fails
-    torch.manual_seed(value)
-    return value
-
-
 class Inputs:
     """128 + 512 lanes over two v4 caches, for up to 4096 rows of 128 heads."""
 
