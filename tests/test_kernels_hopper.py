@@ -198,12 +198,12 @@ def test_the_workspace_of_packing_is_bounded() -> None:
 
 @pytest.mark.skipif(hopper_build.why_no_compiler() is not None, reason="the DSL is not installed")
 def test_host_and_kernels_agree_on_groups() -> None:
-    from headfit.kernels import hopper_packed_place, hopper_union
+    from headfit.kernels import hopper_packed_place, hopper_union_place
 
     assert hopper_packed_place.GROUP == hopper.GROUP
     assert hopper_packed_place.CAPACITY_LIMIT == hopper.UNION_LIMIT
-    assert hopper_union.LANES_LIMIT >= hopper.PACKED_LANES
-    assert hopper_union.SLOTS > hopper.UNION_LIMIT
+    assert hopper_union_place.LANES_LIMIT >= hopper.PACKED_LANES
+    assert hopper_union_place.SLOTS > hopper.UNION_LIMIT
 
 
 # ------------------------------------------------------------------------------------------------------ which are taken
@@ -570,6 +570,8 @@ def test_warmup_makes_ready_what_calls_may_launch(launched, monkeypatch) -> None
     with archs.override("sm_90"):
         warmup._once_hopper(a_call(1, h_q=20, topk=(16,), device="cpu"), done)
         assert len(launched) == 1  # which makes the zeros
+        warmup._once_hopper(a_call(1, h_q=20, topk=(640,), device="cpu"), done)
+        assert len(launched) == 1  # ready already
         before = list(made)
         warmup._once_hopper(with_keys(a_call(1, device="cpu"), layout="v32"), done)
     assert made == before == [spec.name for spec in hopper.binaries(20)]

@@ -34,10 +34,9 @@ from headfit.kernels import hopper_union_place as place
 from headfit.kernels import ptx, ptx_async
 from headfit.kernels.hopper_params import Params, Traced
 from headfit.kernels.hopper_rows import RowLists
-from headfit.kernels.hopper_union_place import ADDED, COUNTS, ENDS, LANES, THREADS
+from headfit.kernels.hopper_union_place import ADDED, COUNTS, ENDS, LANES, LANES_LIMIT, THREADS
 from headfit.kernels.hopper_union_table import Table
 
-LANES_LIMIT, SLOTS = place.LANES_LIMIT, place.SLOTS  # what the host is held to
 HOLES = 4000  # keys of a list that has lanes without a key between others: more than pay, whatever is shared
 NONE = 0x7FFFFFFF
 
