@@ -140,7 +140,7 @@ def packed(rows=4096, topk=(128,), **named) -> bool:
     chosen = plan(rows, topk=topk, **named)
     assert chosen.packed in (0, SMS)
     names = [spec.name for spec in chosen.specs if not spec.name.startswith(("native", "merge", "rest"))]
-    assert names == (["union", "packed"] if chosen.packed else [])
+    assert names == (["union", "expand", "packed"] if chosen.packed else [])
     return chosen.packed > 0
 
 
@@ -187,23 +187,25 @@ def test_rows_are_never_both_packed_and_split() -> None:
 
 
 def test_the_workspace_of_packing_is_bounded() -> None:
-    assert hopper.work_words(8, 1) == 2 + 2 * 2
-    assert hopper.work_words(9, 1) == 2 * (2 + 2 * 2)
-    assert hopper.work_words(4096, 448) == 512 * (2 + 2 * 896)
-    assert hopper.work_words(4096, 5000) == 512 * (2 + 2 * hopper.UNION_LIMIT)
-    most = 8 * (hopper.WORK_BYTES // (4 * hopper.work_words(8, 128)))
+    """By groups, in sixty-fours, and by two sequences of 256 words a key."""
+    assert hopper.work_words(1) == 64 * 133 + 2 * 256 * 1032
+    assert hopper.work_words(512) == 64 * 133 + 2 * 256 * 2048
+    assert hopper.work_words(513) == 128 * 133 + 2 * 256 * 2056
+    assert hopper.work_words(4096) == 512 * 133 + 2 * 256 * 9216
+    most = 8 * hopper.GROUPS_LIMIT
+    assert hopper.work_words(most) * 4 < 150 << 20
     assert packed(rows=most)
     assert not packed(rows=most + 1)
 
 
 @pytest.mark.skipif(hopper_build.why_no_compiler() is not None, reason="the DSL is not installed")
 def test_host_and_kernels_agree_on_groups() -> None:
-    from headfit.kernels import hopper_packed_place, hopper_union_place
+    from headfit.kernels import hopper_expand_sums, hopper_packed_place, hopper_union_place
 
     assert hopper_packed_place.GROUP == hopper.GROUP
-    assert hopper_packed_place.CAPACITY_LIMIT == hopper.UNION_LIMIT
+    assert 1 + 4 + 2 * hopper_packed_place.RECORD == hopper.GROUP_WORDS
+    assert hopper_expand_sums.GROUPS_LIMIT == hopper.GROUPS_LIMIT
     assert hopper_union_place.LANES_LIMIT >= hopper.PACKED_LANES
-    assert hopper_union_place.SLOTS > hopper.UNION_LIMIT
 
 
 # ------------------------------------------------------------------------------------------------------ which are taken
@@ -444,20 +446,22 @@ def test_merge_alone_starts_early(launched) -> None:
     run(a_call(1, topk=(128, 512), device="cpu"))
     run(a_call(512, topk=(16,), device="cpu"))
     assert [(one["name"], one["early"]) for one in launched] == [
-        ("native heads=8", False), ("merge", True), ("union", False), ("packed", False), ("rest heads=8", False),
+        ("native heads=8", False), ("merge", True), ("union", False), ("expand", False), ("packed", False),
+        ("rest heads=8", False),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("rows", "s_q", "h_q", "topk"), [(515, 1, 40, (128, 32)), (172, 3, 8, (16,))])
-def test_packed_rows_are_three_launches(launched, made, rows, s_q, h_q, topk) -> None:
+def test_packed_rows_are_four_launches(launched, made, rows, s_q, h_q, topk) -> None:
     call = a_call(rows, h_q, topk, s_q=s_q, device="cpu")
     made.clear()
     rest = f"rest heads={8 if h_q == 8 else 32}"
-    assert run(call) == ["union", "packed", rest]
+    assert run(call) == ["union", "expand", "packed", rest]
     count, tiles = rows * s_q, 1 if h_q == 8 else 2
     groups = -(-count // 8)
     assert [(one["name"], one["grid"]) for one in launched] == [
-        ("union", (groups, 1)), ("packed", (SMS, 1)), (rest, (groups * tiles, 1)),
+        ("union", (groups, 1)), ("expand", (SMS, 1)), ("packed", (SMS, 1)),
+        (rest, (groups * tiles, 1)),
     ]  # fmt: skip
     assert same_parameters(*launched)
     first = launched[0]
@@ -465,8 +469,8 @@ def test_packed_rows_are_three_launches(launched, made, rows, s_q, h_q, topk) ->
     assert (first["partial"], first["peaks"], first["totals"]) == (0, 0, 0)
     (work,) = (t for t in made if t.dtype == torch.int32)
     assert first["work"] == work.data_ptr()
-    assert work.data_ptr() % 8 == 0
-    assert work.numel() == groups * (2 + 2 * 2 * sum(topk))
+    assert work.data_ptr() % 16 == 0
+    assert work.numel() == hopper.work_words(count)
 
 
 def test_rows_that_are_not_packed_have_no_workspace(launched, made, monkeypatch) -> None:

@@ -15,10 +15,10 @@ from typing import Any
 from headfit.arch import Arch
 
 
-def faults(arch: Arch, stack: int, shared: int, unwritten: int | None, allowed_stack: int = 0) -> list[str]:
+def faults(arch: Arch, stack: int, shared: int, unwritten: int | None) -> list[str]:
     """What the figures of a binary forbid: spilled registers, too much shared memory, a miscompilation of ptxas."""
     found = []
-    if stack > allowed_stack:
+    if stack:
         found.append(f"spills: a stack of {stack} B")
     if shared > arch.shared_bytes:
         found.append(f"{shared} B of shared memory, {arch.name} has {arch.shared_bytes}")

@@ -47,23 +47,24 @@ REST: Final = {  # beside the packed kernel: a CTA for a group of 8 rows, so tha
 }
 MERGE: Final = Spec("merge", "headfit.kernels.hopper_merge", "merge")
 UNION: Final = Spec("union", "headfit.kernels.hopper_union", "union")
+EXPAND: Final = Spec("expand", "headfit.kernels.hopper_expand", "expand")
 PACKED: Final = Spec("packed", "headfit.kernels.hopper_packed", "packed")
 # Kernels that are launched before the one before them has ended; they wait for it by themselves
 # (`ptx_async.wait_for_kernel_before`). The others wait too, but read what they are given through the read-only path
 # (`ld.global.nc`), whose contract does not cover memory that was being written when the kernel started. Starting them
 # early as well saved 0.1 to 0.3 us of a decode call, and cost windows 3 us of 59.
 EARLY: Final = frozenset({MERGE.name})
-SPECS: Final = (*NATIVE.values(), MERGE, UNION, PACKED, *REST.values())
+SPECS: Final = (*NATIVE.values(), MERGE, UNION, EXPAND, PACKED, *REST.values())
 GROUP: Final = 8  # rows that are packed, as `hopper_packed_place` has it
-UNION_LIMIT: Final = 1536  # union keys of a group, as there
+GROUP_WORDS: Final = 1 + 4 + 64 + 64  # int32 words of a group in the workspace, as there
+GROUPS_LIMIT: Final = 4096  # of a call, as `hopper_expand_sums` has it
 # Packing is tried from this number of rows on: below, the persistent kernel has few tasks for an SM. A first setting.
 PACKED_ROWS: Final = 512
 # ... and to this number of lanes a row, of both lists. The lists decide group by group on the device, so this is about
 # what trying costs. Lists of a window (128) and short ones of a heavily compressed layer overlap nearly whole; those of
-# chosen keys, 128 + 512 and more, hardly do, and finding that out takes 7 us and two launches more, of 320 to 610 us at
-# 4096 rows. Longer lists of a heavily compressed layer have the shapes of chosen keys, and go with them.
+# chosen keys, 128 + 512 and more, hardly do, and finding that out takes 7 us and three launches more, of 320 to 600 us
+# at 4096 rows. Longer lists of a heavily compressed layer have the shapes of chosen keys, and go with them.
 PACKED_LANES: Final = 448
-WORK_BYTES: Final = configs.WORKSPACE_BYTES  # rows whose workspace would be larger are not packed
 ZEROS: Final = 256 * 576  # bytes: rows that lanes without a key copy, with 8 scale bytes behind them (hopper_keys)
 _buffer = hopper_abi.Buffer()
 _zeros: dict[int, Tensor] = {}
@@ -76,7 +77,8 @@ _log = logging.getLogger("headfit")
 class Plan:
     """How a call is launched: CTAs of ``heads`` heads, ``head_tiles`` to a row, its keys in ``splits`` shares.
 
-    ``packed``: CTAs of the packed kernel, which goes first and takes the groups of rows whose lists overlap; 0: none.
+    ``packed``: CTAs of the packed kernel, which goes before and takes the groups of rows whose lists overlap, and of
+    the one that dequantises its keys; 0: none.
     ``clustered``: the CTAs of a row merge its shares themselves, if the device holds such a cluster.
     """
 
@@ -90,7 +92,7 @@ class Plan:
     def specs(self) -> tuple[Spec, ...]:
         """The binaries, in the order of their launches; the last is left out where a cluster merges by itself."""
         if self.packed:
-            return UNION, PACKED, REST[self.heads]
+            return UNION, EXPAND, PACKED, REST[self.heads]
         native = NATIVE[self.heads]
         return (native,) if self.splits == 1 else (native, MERGE)
 
@@ -198,7 +200,7 @@ def binaries(h_q: int) -> tuple[Spec, ...]:
     """All that calls of ``h_q`` heads may launch, whatever their rows and lists."""
     widest = next((tile for tile in NATIVE if tile >= h_q), max(NATIVE))
     narrower = [spec for tile, spec in NATIVE.items() if tile <= widest]
-    return *narrower, MERGE, UNION, PACKED, REST[widest]
+    return *narrower, MERGE, UNION, EXPAND, PACKED, REST[widest]
 
 
 def make_ready(spec: Spec, device: int) -> str | None:
@@ -221,13 +223,14 @@ def _planned(rows: int, h_q: int, topk: tuple[int, ...], batch_invariant: bool, 
 
 def may_pack(rows: int, lanes: int) -> bool:
     """Whether packing may pay for lists of ``lanes`` a row. Never a matter of heads: bits may not depend on them."""
-    return rows >= PACKED_ROWS and 0 < lanes <= PACKED_LANES and 4 * work_words(rows, lanes) <= WORK_BYTES
+    return PACKED_ROWS <= rows <= GROUP * GROUPS_LIMIT and 0 < lanes <= PACKED_LANES
 
 
-def work_words(rows: int, lanes: int) -> int:
-    """int32 words of the packing workspace: a flag and a count a group, then room for its union, two words a key."""
-    capacity = min(GROUP // 4 * lanes, UNION_LIMIT)
-    return -(-rows // GROUP) * (2 + 2 * capacity)
+def work_words(rows: int) -> int:
+    """int32 words of the packing workspace, as `hopper_packed_place` lays it out."""
+    groups = -(-rows // GROUP)
+    room = -(-(2 * rows + 1024) // 8) * 8  # keys of a sequence, of 256 words each
+    return -(-groups // 64) * 64 * GROUP_WORDS + 2 * room * 256
 
 
 def split_count(rows: int, tiles: int, sms: int) -> int:
@@ -288,14 +291,14 @@ def _in_clusters(spec: Spec, device: int, count: int, size: int) -> bool:
 
 
 def _launch_packed(call: SparseCall, chosen: Plan, device: int) -> tuple[Spec, ...]:
-    """Launch the three kernels of packing, and return them."""
+    """Launch the kernels of packing, and return them."""
     # Nothing has to be cleared. The allocator gives the memory to later work of this stream, or graph, alone.
-    words = work_words(call.rows, sum([keys.topk for keys in call.key_sets]))
-    work = torch.empty(words, dtype=torch.int32, device=call.q.device)
+    work = torch.empty(work_words(call.rows), dtype=torch.int32, device=call.q.device)
     zeros = _zero_rows(call.q.device)
     hopper_abi.pack(_buffer, call, head_tiles=chosen.head_tiles, work=work.data_ptr(), zeros=zeros.data_ptr())
     groups = -(-call.rows // GROUP)
-    for spec, ctas in zip(chosen.specs, (groups, chosen.packed, groups * chosen.head_tiles), strict=True):
+    grids = groups, chosen.packed, chosen.packed, groups * chosen.head_tiles
+    for spec, ctas in zip(chosen.specs, grids, strict=True):
         _start(spec, device, (ctas, 1))
     return chosen.specs
 

@@ -10,6 +10,8 @@ head depend on no other head.
 
 # mypy: ignore-errors
 
+import functools
+
 from cutlass import Float32, Int32, Int64
 
 from headfit.kernels import hopper_packed_asm as pasm
@@ -20,9 +22,10 @@ MINUS_INF, PLUS_INF = float("-inf"), float("inf")
 SLACK = 8.0  # log2: how far a score may exceed the maximum it is relative to
 LN_2, LOG2_E = 0.6931471805599453, 1.4426950408889634
 FACTORS_BARRIER = 1  # named barrier of both computing warpgroups
-SCORE_STEPS = [(b * at.BLOCK_BYTES + 32 * k,) * 2 for b in range(4) for k in range(4)]
-VALUE_STEPS = [(32 * k, 2048 * k) for k in range(4)]
-ACC, SUM = 128, 2  # float32 of a thread: output, and sums of its two lanes
+SCORE_STEPS = [(b * at.BLOCK_BYTES + 32 * k, b * at.PLANE_BYTES + 32 * k) for b in range(8) for k in range(4)]
+KEY_STEPS = at.TILE // 16  # of p v, for a whole tile
+PITCHES = (1024, at.CHUNK_BYTES)  # bytes between 8 lanes of queries or weights, and between 8 keys
+ACC = 128  # float32 of a thread: output of its two lanes
 
 
 class Frame:
@@ -39,59 +42,56 @@ class Frame:
         row = self.warp * 16 + (lane & 15)
         self.weights = base + at.P + row * 128 + (((lane >> 4) ^ (row & 7)) << 4)
 
-    def full(self, stage, half):
-        """Barrier: that half of a tile's dims is in shared memory."""
-        return self.base + at.FULL + stage * 16 + 8 * half
-
     def release(self, it):
-        """This warpgroup's half of tile ``it`` is read."""
-        ptx_async.mbarrier_arrive_if(self.base + at.EMPTY + (it & 1) * 16 + self.wg * 8, self.leader)
-
-    def wait_released(self, it):
-        """The other warpgroup has read tile ``it``, and with it that tile's weights."""
-        place = self.base + at.EMPTY + (it & 1) * 16 + 8 - self.wg * 8
-        ptx_async.mbarrier_wait(place, (it >> 1) & 1)
+        """This warp has read tile ``it``."""
+        ptx_async.mbarrier_arrive_if(self.base + at.EMPTY + at.ring(it)[0] * 8, self.leader)
 
 
-def scores(f, it):
-    """q k^T of a tile, under way when this returns."""
-    stage, phase = it & 1, (it >> 1) & 1
-    k = ((f.base + at.K + stage * at.TILE_BYTES) >> 4) | 0x10000
-    ptx_async.mbarrier_wait(f.full(stage, 0), phase)
-    s = pasm.products([Float32(0.0)] * 32, f.q, k, SCORE_STEPS, start=True, commit=False)
-    ptx_async.mbarrier_wait(f.full(stage, 1), phase)
-    return pasm.products(s, f.q, k, [(a + 4 * at.BLOCK_BYTES, b + 4 * at.BLOCK_BYTES) for a, b in SCORE_STEPS])
+def tile_at(f, it):
+    """Address of tile ``it``, as a descriptor has it."""
+    return (f.base + at.K + at.ring(it)[0] * at.TILE_BYTES) >> 4
 
 
-def value_operands(f, it):
-    """Descriptors of the weights and of this warpgroup's half of a tile."""
-    v = f.base + at.K + (it & 1) * at.TILE_BYTES + f.wg * (at.TILE_BYTES // 2)
-    return ((f.base + at.P) >> 4) | 0x10000, (v >> 4) | (at.BLOCK_BYTES >> 4 << 16)
+def scores(f, it, steps=KEY_STEPS):
+    """q k^T of the first 16 ``steps`` keys of a tile, under way when this returns."""
+    stage, phase = at.ring(it)
+    ptx_async.mbarrier_wait(f.base + at.FULL + 8 * stage, phase)
+    nothing = [Float32(0.0)] * (8 * steps)
+    return pasm.products(nothing, f.q, tile_at(f, it) | 0x10000, SCORE_STEPS, PITCHES, start=True)
 
 
-def value_products(acc, p, v, steps):
-    """acc + p v in two halves of 128 dims, since one product of 256 needs more registers than a thread starts with."""
-    low = pasm.products(acc[:64], p, v, steps, columns_first=True, commit=False)
-    return low + pasm.products(acc[64:], p, v, [(a, b + 2 * at.BLOCK_BYTES) for a, b in steps], columns_first=True)
+def read_weights(f, it, k):
+    """Weights of the k-th 16 keys of tile ``it``: this thread's part of the operand."""
+    return pasm.ldmatrix4((f.weights + (it & 1) * at.BLOCK_BYTES) ^ (32 * k))
 
 
-def values(f, it, acc):
-    """acc + p v of a tile, under way when this returns."""
-    return value_products(acc, *value_operands(f, it), VALUE_STEPS)
+def others_weights(f, it):
+    """All of the tile's weights, once they are there."""
+    return [read_weights(f, it, k) for k in range(KEY_STEPS)]
 
 
-def values_done(f, it, acc, steps):
-    """`values`, complete; a partial tile takes ``steps`` products of 16 keys, what lies beyond is not even written."""
+def values(f, it, weights, acc, past=0):
+    """acc + p v of this warpgroup's dims, from the ``past``-th 16 keys of a tile on, under way when this returns.
+
+    The weights come from registers, those of the other warpgroup's tile too: written and read by threads alone, they
+    need no fence towards the matrix unit, which would wait for the stores of the output before.
+    """
+    v = tile_at(f, it) + f.wg * (4 * at.PLANE_BYTES >> 4) + past * (2 * at.CHUNK_BYTES >> 4)
+    steps = [(0, 2 * at.CHUNK_BYTES * k) for k in range(len(weights))]
+    return pasm.products(acc, weights, v | (at.PLANE_BYTES >> 4 << 16), steps, PITCHES, columns_first=True)
+
+
+def values_done(f, it, weights, acc, steps):
+    """`values`, complete; a partial tile takes ``steps`` products of 16 keys, what lies beyond is not even copied."""
 
     def few(acc):
-        p, v = value_operands(f, it)
-
         def step(k, acc):
-            return ptx_async.wgmma_wait_for(0, value_products(acc, p + k * 2, v + k * 128, VALUE_STEPS[:1]))
+            return ptx_async.wgmma_wait_for(0, values(f, it, [read_weights(f, it, k)], acc, k))
 
         return pasm.loop(Int32(0), steps, acc, step)
 
-    return pasm.either(ptx.less(steps, Int32(4)), acc, few, lambda acc: ptx_async.wgmma_wait_for(0, values(f, it, acc)))
+    whole = lambda acc: ptx_async.wgmma_wait_for(0, values(f, it, weights(), acc))  # noqa: E731
+    return pasm.either(ptx.less(steps, Int32(KEY_STEPS)), acc, few, whole)
 
 
 def rescale(state, low, high):
@@ -113,23 +113,25 @@ def others_factors(f, it, state):
     return pasm.choose(raised, state, lambda v: rescale(v, ptx.lds32f(alpha), ptx.lds32f(alpha, 32)))
 
 
-def others_values(f, it, state):
-    """`others_factors` and the product of that tile, under way when this returns."""
-    state = others_factors(f, it, state)
-    return values(f, it, state[:ACC]) + state[ACC:]
-
-
 class Ahead:
     """What the softmax of a tile needs beside its scores: read while they are computed."""
 
-    def __init__(self, f, task_rows, parity, first, it):
-        self.f, self.first, self.buffer = f, first, it & 1
-        table = f.base + at.MEMBERS + self.buffer * 64
-        self.words = [ptx.lds64(table + row * 8) for row in task_rows]
-        all_set = ptx.equal(self.words[0][0] & self.words[0][1] & self.words[1][0] & self.words[1][1], Int32(-1))
-        self.some = ptx.ballot(all_set ^ 1)
+    def __init__(self, f, members, parity, t, it):
+        self.f, self.first, self.buffer = f, t is None, it & 1
+        record = f.base + at.TASK + parity * (4 * at.RECORD)
+        begin = Int32(0) if t is None else t * at.TILE
+        place, some, self.lanes = begin + 2 * f.c, Int32(0), []
+        for member in members:
+            begin1, end1, begin2, end2 = ptx.lds128(record + 16 * member, 16)
+            sides = [(place - begin1, end1 - begin1), (place - begin2, end2 - begin2)]
+            self.lanes.append(sides)
+            outside = [
+                ptx.less(begin, low) | ptx.less(high, begin + at.TILE) for low, high in ((begin1, end1), (begin2, end2))
+            ]
+            some = some | (outside[0] & outside[1])
+        self.some = ptx.ballot(some)
         self.peaks = f.base + at.PEAK + parity * 256 + f.m * 4
-        self.old = [Float32(MINUS_INF) if first else ptx.lds32f(self.peaks, 32 * lane) for lane in range(2)]
+        self.old = [Float32(MINUS_INF) if self.first else ptx.lds32f(self.peaks, 32 * lane) for lane in range(2)]
 
     def mask(self, s):
         """Scores times the scale, -inf where the lane's row does not have the key."""
@@ -137,22 +139,16 @@ class Ahead:
 
         def select(v):
             v = list(v)
-            for lane in range(2):
-                shifted = [pasm.shift_right(w, self.f.c * 2) for w in self.words[lane]]
-                for j in range(8):
-                    for e in range(2):
-                        i = 4 * j + 2 * lane + e
-                        v[i] = pasm.keep_where(shifted[j >> 2], 8 * (j & 3) + e, v[i])
+            for i in range(len(v)):
+                off = 8 * (i >> 2) + (i & 1)
+                v[i] = pasm.keep_inside(v[i], *self.lanes[(i >> 1) & 1], off)
             return v
 
         return pasm.choose(self.some, s, select)
 
     def raise_peak(self, s, lane):
         """A lane's new maximum, the finite one its weights are relative to, the factor of its sums, raised or not."""
-        top = [ptx.fmax(s[4 * j + 2 * lane], s[4 * j + 2 * lane + 1]) for j in range(8)]
-        while len(top) > 1:
-            top = [ptx.fmax(a, b) for a, b in zip(top[::2], top[1::2], strict=True)]
-        top = top[0]
+        top = functools.reduce(ptx.fmax, [x for i, x in enumerate(s) if (i >> 1) & 1 == lane])
         for distance in (1, 2):
             top = ptx.fmax(top, ptx.shfl_xor(top, distance))
         old = self.old[lane]
@@ -181,7 +177,7 @@ class Ahead:
         raised = Int32(0) if self.first else ptx.ballot(lanes[0][3] | lanes[1][3])
         self.publish(lanes, raised)
         sums, pairs = [Float32(0.0)] * 2, []
-        for i in range(4):
+        for i in range(len(s) // 8):
             w = [ptx.ex2(ptx.fadd(s[8 * i + k], -lanes[(k >> 1) & 1][1])) for k in range(8)]
             pairs.append([ptx.pack_bf16(w[2 * k], w[2 * k + 1]) for k in range(4)])
             for lane in range(2):
@@ -191,9 +187,9 @@ class Ahead:
 
     def store(self, pairs):
         """Put the weights where both warpgroups read them."""
+        place = self.f.weights + self.buffer * at.BLOCK_BYTES
         for i, four in enumerate(pairs):
-            pasm.stmatrix4(self.f.weights ^ (32 * i), four)
-        ptx_async.fence_async()
+            pasm.stmatrix4(place ^ (32 * i), four)
         ptx.sync_warp()
 
 
@@ -206,7 +202,10 @@ def own_values(f, it, steps, state, ahead, pairs, sums, alpha, raised):
     ptx_async.mbarrier_arrive_if(f.base + at.P_READY + (it & 1) * 8, f.leader)
     state = pasm.choose(raised, state, lambda v: rescale(v, *alpha))
     state[ACC], state[ACC + 1] = ptx.fadd(state[ACC], sums[0]), ptx.fadd(state[ACC + 1], sums[1])
-    acc = values_done(f, it, state[:ACC], steps)
+    if len(pairs) < KEY_STEPS:
+        acc = ptx_async.wgmma_wait_for(0, values(f, it, pairs, state[:ACC]))
+    else:
+        acc = values_done(f, it, lambda: pairs, state[:ACC], steps)
     f.release(it)
     return acc + state[ACC:]
 
@@ -216,62 +215,83 @@ def free_queries(f, flag):
     ptx_async.mbarrier_arrive_if(f.base + at.Q_EMPTY, f.leader & flag)
 
 
-def run_task(f, tasks, task, first_tile, number):
-    """All tiles of a task, then its result."""
-    parity = number & 1
-    rows = [at.Query(tasks, task, f.m + 8 * i).member for i in range(2)]
-    tiles = task.tiles
-    state = [Float32(0.0)] * (ACC + SUM)
-    ptx_async.mbarrier_wait(f.base + at.Q_FULL, number & 1)
-    ptx_async.fence_async()  # the queries were copied by ordinary writes
+def run_task(f, tasks, i, state):
+    """All tiles of the i-th task, then its result. ``state``: tiles done before."""
+    parity = i & 1
+    queries = [at.Query(tasks, *tasks.place(i), f.m + 8 * lane) for lane in range(2)]
+    sinks = [sink_of(f.p, query) for query in queries]
+    ptx_async.mbarrier_wait(f.base + at.Q_FULL, parity)
+    keys = ptx.lds32(f.base + at.TASK + parity * (4 * at.RECORD), at.KEYS)
+
+    def work(state):
+        compute(f, queries, sinks, parity, keys, state[0])
+        return [state[0] + at.tiles_of(keys)]
+
+    def nothing(state):
+        free_queries(f, Int32(1))
+        return state
+
+    return pasm.either(keys, state, work, nothing)
+
+
+def compute(f, queries, sinks, parity, keys, first_tile):
+    """`run_task` of one that has keys."""
+    tiles = at.tiles_of(keys)
+    turn = f.wg ^ (first_tile & 1)  # 0: this warpgroup has the task's first tile; they take turns across tasks
+    members = [query.member for query in queries]
+    state = [Float32(0.0)] * (ACC + 2)
 
     def steps(t):
         """Products of 16 keys that tile t takes."""
-        return ptx.min32((task.keys - t * at.TILE + 15) >> 4, Int32(4))
+        return ptx.min32((keys - t * at.TILE + 15) >> 4, Int32(KEY_STEPS))
 
     def opening(state):
-        """Tile 0, by warpgroup 0."""
+        """Tile 0."""
         s = scores(f, first_tile)
-        ahead = Ahead(f, rows, parity, True, first_tile)
+        ahead = Ahead(f, members, parity, None, first_tile)
         s = ptx_async.wgmma_wait_for(0, s)
         free_queries(f, ptx.less(tiles, Int32(3)))
         return own_values(f, first_tile, steps(Int32(0)), state, ahead, *ahead.weights(s))
 
-    state = pasm.choose(f.wg ^ 1, state, opening)
+    state = pasm.choose(turn ^ 1, state, opening)
 
-    def pair(i, state):
-        """This warpgroup's i-th further tile, and before it the other's."""
-        t = 2 * i + 2 - f.wg
+    def one(t, state, width):
+        """This warpgroup's tile t, its first 16 ``width`` keys, and meanwhile the weights of the other's before it."""
         it = first_tile + t
-        state = others_values(f, it - 1, state)
-        s = scores(f, it)
-        ahead = Ahead(f, rows, parity, False, it)
-        state = ptx_async.wgmma_wait_for(1, state[:ACC]) + state[ACC:]
-        f.release(it - 1)
-        s = ptx_async.wgmma_wait_for(0, s)
+        s = scores(f, it, width)
+        state = others_factors(f, it - 1, state)
+        acc = values(f, it - 1, others_weights(f, it - 1), state[:ACC])
+        ahead = Ahead(f, members, parity, t, it)
+        s = ptx_async.wgmma_wait_for(1, s)
         free_queries(f, ptx.less(tiles, t + 3))
         weights = ahead.weights(s)
-        f.wait_released(it - 1)
+        state = ptx_async.wgmma_wait_for(0, acc) + state[ACC:]
+        f.release(it - 1)
         return own_values(f, it, steps(t), state, ahead, *weights)
 
-    state = pasm.loop(Int32(0), (tiles - 1 + f.wg) >> 1, state, pair)
-    free_queries(f, f.wg & ptx.less(tiles, Int32(2)))
+    def further(n, state):
+        """The n-th further tile of this warpgroup. The last of a window has few keys."""
+        t = 2 * n + 2 - turn
+        few = ptx.less(steps(t), Int32(2))
+        return pasm.either(few, state, lambda v: one(t, v, 1), lambda v: one(t, v, KEY_STEPS))
+
+    state = pasm.loop(Int32(0), (tiles - 1 + turn) >> 1, state, further)
+    free_queries(f, turn & ptx.less(tiles, Int32(2)))
 
     def closing(state):
         """The last tile, if it is the other's."""
         last = first_tile + tiles - 1
         state = others_factors(f, last, state)
-        state = values_done(f, last, state[:ACC], steps(tiles - 1)) + state[ACC:]
+        state = values_done(f, last, lambda: others_weights(f, last), state[:ACC], steps(tiles - 1)) + state[ACC:]
         f.release(last)
         return state
 
-    state = pasm.choose((tiles & 1) ^ (f.wg ^ 1), state, closing)
-    finish(f, tasks, task, parity, state)
+    state = pasm.choose((tiles & 1) ^ (turn ^ 1), state, closing)
+    finish(f, queries, sinks, parity, state)
 
 
-def finish(f, tasks, task, parity, state):
+def finish(f, queries, sinks, parity, state):
     """Add up the sums of lanes and warpgroups and write out and lse."""
-    m = pasm.again(f.m)
     place = f.base + at.SUMS + parity * 512 + f.m * 4
     for lane in range(2):
         total = state[ACC + lane]
@@ -279,15 +299,23 @@ def finish(f, tasks, task, parity, state):
             total = ptx.fadd(total, ptx.shfl_xor(total, distance))
         ptx.when(f.speaker, lambda total=total, lane=lane: ptx.sts32f(place + f.wg * 256, total, 32 * lane))
     ptx.sync(256, FACTORS_BARRIER)
+    factors = []
     for lane in range(2):
         total = ptx.fadd(ptx.lds32f(place, 32 * lane), ptx.lds32f(place, 256 + 32 * lane))
         peak = ptx.lds32f(f.base + at.PEAK + parity * 256 + f.m * 4, 32 * lane)
-        query = at.Query(tasks, task, m + 8 * lane)
-        factor = statistics(f, query, peak, total)
-        write_lane(f, query, [ptx.fmul(x, factor) for i, x in enumerate(state[:ACC]) if (i >> 1) & 1 == lane])
+        factors.append(statistics(f, queries[lane], sinks[lane], peak, total))
+    for lane, factor in enumerate(factors):
+        mine = [x for i, x in enumerate(state[:ACC]) if (i >> 1) & 1 == lane]
+        write_lane(f, queries[lane], [ptx.fmul(x, factor) for x in mine])
 
 
-def statistics(f, query, peak, total):
+def sink_of(p, query):
+    """The sink of a query's head; -inf without."""
+    given = ptx.given(p.sink) & query.valid
+    return ptx.as_float(ptx.ldg32_if(ptx.at(p.sink, query.head * 4), given, Int32(0xFF800000 - (1 << 32))))
+
+
+def statistics(f, query, sink, peak, total):
     """Write lse; returns what the output is multiplied by. A row without keys: lse +inf, factor 0."""
     p = f.p
     empty = ptx.equal(ptx.as_bits(total), Int32(0))
@@ -295,21 +323,23 @@ def statistics(f, query, peak, total):
     lse = ptx.pickf(empty, Float32(PLUS_INF), lse)
     speaks = f.speaker & query.valid & (f.wg ^ 1)
     ptx.stg32f_if(query.address(p.lse, p.lse_b, p.lse_s, p.lse_h, 4), lse, speaks)
-    given = ptx.given(p.sink) & query.valid
-    sink = ptx.as_float(ptx.ldg32_if(ptx.at(p.sink, query.head * 4), given, Int32(0xFF800000 - (1 << 32))))
     base = ptx.pickf(ptx.equal(ptx.as_bits(peak), Int32(0xFF800000 - (1 << 32))), Float32(0.0), peak)
     weight = ptx.fadd(total, ptx.ex2(ptx.fma(sink, Float32(LOG2_E), -base)))
     return ptx.pickf(empty, Float32(0.0), ptx.rcp(weight))
 
 
 def write_lane(f, query, x):
-    """One lane's 64 dims of this thread; neighbours swap so that each stores four dims that follow one another."""
-    p = f.p
+    """One lane's 64 dims of this thread: of each 32 it gets 8 that follow one another, from its neighbours."""
+    p, odd, high = f.p, f.c & 1, f.c & 2
     row = query.address(p.out, p.out_b, p.out_s, p.out_h, 2)
-    odd = f.c & 1
-    row = ptx.at(row, f.wg * 512 + (f.c >> 1) * 8 + odd * 16)
-    for j in range(0, 32, 2):
-        low, high = ptx.pack_bf16(x[2 * j], x[2 * j + 1]), ptx.pack_bf16(x[2 * j + 2], x[2 * j + 3])
-        got = ptx.shfl_xor_bits(ptx.pick32(odd, low, high), 1)
-        pair = [ptx.pick32(odd, got, low), ptx.pick32(odd, high, got)]
-        ptx.stg64_if(row + Int64(16 * j), pair, query.valid)
+    row = ptx.at(row, f.wg * 512 + f.c * 16)
+    for n in range(0, 64, 8):
+        words = [ptx.pack_bf16(x[n + 2 * j], x[n + 2 * j + 1]) for j in range(4)]
+        pairs = []
+        for low, other in (words[:2], words[2:]):
+            got = ptx.shfl_xor_bits(ptx.pick32(odd, low, other), 1)
+            pairs.append([ptx.pick32(odd, got, low), ptx.pick32(odd, other, got)])
+        got = [ptx.shfl_xor_bits(ptx.pick32(high, *both), 2) for both in zip(*pairs, strict=True)]
+        first = [ptx.pick32(high, g, own) for g, own in zip(got, pairs[0], strict=True)]
+        second = [ptx.pick32(high, own, g) for g, own in zip(got, pairs[1], strict=True)]
+        pasm.store128_if(row + Int64(8 * n), first + second, query.valid)

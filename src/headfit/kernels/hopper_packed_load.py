@@ -1,203 +1,109 @@
-"""The loading warpgroups of the packed kernel: indices, packed rows, queries.
+"""The loading warpgroup of the packed kernel: chunks of keys by the copy engine, queries and records by its threads.
 
-Belongs here: everything from a task's list to bf16 tiles in shared memory. The first loading warpgroup brings dims 0
-to 255 of every key, the second dims 256 to 511 and the table of members. A thread serves two keys of a tile (its row in
-a group of 8 is ``lane / 4``) and 16 dims of each block of 64. The bytes of the next tile are on their way while it
-converts this one and waits for room: those of one key to registers, those of the other to shared memory.
+Belongs here: what comes from global memory for a task. Does not belong here: making the chunks (``hopper_expand.py``).
+The keys of a task are on their way while the one before is computed, its queries as soon as its last scores are there.
 """
 
 # mypy: ignore-errors
 
-from cutlass import Int32, Int64
+from cutlass import Int32
 
 from headfit.kernels import hopper_packed_asm as pasm
 from headfit.kernels import hopper_packed_place as at
 from headfit.kernels import ptx, ptx_async
-from headfit.kernels.hopper_rows import ROW_BYTES
 
-ROPE = 448  # byte of a row at which its bf16 dims begin
-PLAIN_SCALE = 134  # largest scale byte that one factor can hold, see `factor_of`
-FINITE_SCALE = 220  # a larger one may give infinities
-NAN_FIELD = 0x7F0
+TILE_CHUNKS = at.TILE // at.CHUNK
+RECORD_PIECES = 9  # of 16 bytes: what a record has
+ROWS = 16  # lanes of M that a warp brings
+
+
+def keys_of(tasks, i):
+    """Keys, chunks of the first set and first chunks of the i-th task of this CTA; no keys where it is not packed."""
+    group, _ = tasks.place(i)
+    here = ptx.less(i, tasks.count)
+    words = ptx.ldg128_if(tasks.work.record(group), here)
+    flag = ptx.ldg32_if(tasks.work.flag(group), here, Int32(0))
+    return [ptx.pick32(flag, words[0], Int32(0)), *words[1:]]
 
 
 class Loader:
-    """A thread of a loading warpgroup. ``half``: which dims, a constant."""
+    """A thread of the loading warpgroup: one 16-byte column of 64 dims, of every fourth of a warp's 16 lanes of M."""
 
-    def __init__(self, p, tasks, base, half, tid, wid, lane):
-        self.p, self.tasks, self.base, self.half, self.lane = p, tasks, base, half, lane
-        self.warp = wid & 3
-        self.tid = tid & 255
-        self.leader = ptx.equal(lane, Int32(0))
-        self.key = self.warp * 16 + (lane >> 2)  # of the tile; the thread's other key is 8 further
-        self.column = lane & 3
-        swizzled = ((self.column * 2) ^ (lane >> 2)) << 4
-        self.target = base + at.K + self.key * 128 + swizzled
-        self.blocks = range(4) if half == 0 else range(4, 7)
-        self.words = 4 * len(self.blocks) + (8 if half else 0)  # of one key
-        self.entries = base + at.ENTRIES + half * 1024
-        self.pieces = self.words // 4
-        self.raw = base + at.RAW + half * 8192 + (tid & 127) * 16
-        self.scales = base + at.SCALES + half * 512 + (tid & 127) * 4
+    def __init__(self, tasks, base, thread):
+        self.tasks, self.base, self.thread = tasks, base, thread
+        self.lane = thread & 31
+        self.column, row = thread & 7, self.lane >> 3
+        self.row = (thread >> 5) * ROWS + row
+        place = base + at.Q + self.row * 128
+        self.places = [place + ((self.column ^ (row + 4 * odd)) << 4) for odd in range(2)]
 
-    def fetch(self, task, t):
-        """Begin to copy the entries of this warp's 16 keys of tile t; -1 and no rows past the end of the list."""
-        local = self.warp * 16 + self.lane
-        position = t * at.TILE + local
-        here = ptx.less(position, task.keys)
-        target = self.entries + (t & 1) * 512 + local * 8
+    def run(self, keys_too):
+        """All tasks. ``keys_too``: this warp copies the keys as well."""
+
+        def task(i, state):
+            it, keys, *chunks = state
+            following = keys_of(self.tasks, i + 1)
+
+            def tiles(it, begin, end):
+                return pasm.loop(begin, end, [it], lambda t, it: [self.copy_tile(t, *it, keys, *chunks)])[0]
+
+            last = ptx.pick32(keys_too, at.tiles_of(keys), Int32(0))
+            # The first two tiles have room before the queries are there, which the last scores have to be for.
+            it = tiles(it, Int32(0), ptx.min32(last, Int32(1)))
+            self.copy_queries(i, keys)
+            it = tiles(it, Int32(1), ptx.min32(last, Int32(2)))
+            self.arrived()
+            it = tiles(it, Int32(2), last)
+            return [it, *following]
+
+        first = Int32(0)
+        pasm.loop(first, self.tasks.count, [first, *keys_of(self.tasks, first)], task)
+
+    def copy_tile(self, t, it, keys, first_chunks, first1, first2):
+        """Tile ``t`` of a task when there is room for it, a chunk a lane; the number of the next tile."""
+        base, leader = self.base, ptx.equal(self.lane, Int32(0))
+        stage, phase = at.ring(it)
+        full = base + at.FULL + 8 * stage
+        left = (keys >> 3) - t * TILE_CHUNKS
+        # Two chunks at a time, 16 keys, are a step of p v: what it reads beside the last has to be finite.
+        count = ptx.min32((left + 1) & ~1, Int32(TILE_CHUNKS))
+        j = t * TILE_CHUNKS + ptx.min32(self.lane, left - 1)
+        number = ptx.pick32(ptx.less(j, first_chunks), first1 + j, first2 + j - first_chunks)
+        target = base + at.K + stage * at.TILE_BYTES + self.lane * at.CHUNK_BYTES
+        ptx_async.mbarrier_wait(base + at.EMPTY + 8 * stage, phase ^ 1)
+        ptx_async.mbarrier_expect_if(full, count * at.CHUNK_BYTES, leader)
+        ptx.sync_warp()
+        source = self.tasks.work.chunk(number)
+        pasm.copy_bulk_if(target, source, at.CHUNK_BYTES, full, ptx.less(self.lane, count))
+        return it + 1
+
+    def copy_queries(self, i, keys):
+        """Queries and record of the i-th task, when those of the one before are read: 128 bytes a row at a time."""
+        tasks, thread, p = self.tasks, self.thread, self.tasks.p
+        group, lane0 = tasks.place(i)
+        record = self.base + at.TASK + (i & 1) * (4 * at.RECORD)
+        sources = []
+        for n in range(ROWS // 4):
+            query = at.Query(tasks, group, lane0, self.row + 4 * n)
+            source = ptx.at(query.address(p.q, p.q_b, p.q_s, p.q_h, 2), self.column * 16)
+            sources.append((source, query.valid * 16))
+        ptx_async.mbarrier_wait(self.base + at.Q_EMPTY, (i & 1) ^ 1)
 
         def copy():
-            source = self.tasks.work.list(task.group) + ptx.wide(position, Int64(8))
-            pasm.copy_small(target, source, 8, here, (-1, 0))
+            of_record = ptx.at(tasks.work.record(group), thread * 16)
+            some = ptx.less(thread, Int32(RECORD_PIECES))
+            ptx.when(some, lambda: pasm.copy16_async(record + thread * 16, of_record, Int32(16)))
+            for block in range(8):
+                for n, (source, size) in enumerate(sources):
+                    to = block * at.BLOCK_BYTES + n * 512
+                    pasm.copy16_async(self.places[n & 1], source, size, to, block * 128)
 
-        ptx.when(ptx.less(self.lane, Int32(16)), copy)
-
-    def locate(self, task, t, which):
-        """Address of a key's row in tile t, of four of its scale bytes, and whether there is one."""
-        key = self.key + 8 * which
-        index = ptx.lds32(self.entries + (t & 1) * 512 + key * 8)
-        second = ptx.shr(index, 31)
-        index = index & 0x7FFFFFFF  # of the -1 of a missing key remains 2^31 - 1, which no set has
-        table = self.base + at.SETS + second * 32
-        magic, shift, page, slots = ptx.lds128(table, 16)
-        number = ptx.divide(index, magic, shift)
-        offset = index - number * page
-        kv_low, kv_high, stride_low, stride_high = ptx.lds128(table)
-        begin = ptx.address(kv_low, kv_high) + ptx.wide(number, ptx.address(stride_low, stride_high))
-        scales = begin + ptx.wide(page, Int64(ROW_BYTES)) + ptx.wide(offset, Int64(8))
-        row = begin + ptx.wide(offset, Int64(ROW_BYTES))
-        return row, ptx.at(scales, Int32(4 * self.half)), ptx.within(index, slots)
-
-    def places(self, row):
-        """Addresses of this thread's 16-byte pieces of a row."""
-        near, far = ptx.at(row, self.column * 16), ptx.at(row, self.column * 32)
-        pieces = [near + Int64(64 * b) for b in self.blocks]
-        return pieces + ([far + Int64(ROPE + 16 * i) for i in range(2)] if self.half else [])
-
-    def read(self, task, t):
-        """Begin to read this thread's share of its first key of tile t to registers; zeros without a key."""
-        row, scales, valid = self.locate(task, t, 0)
-        scales = ptx.ldg32_if(scales, valid, Int32(0))
-        return [scales, *(w for place in self.places(row) for w in pasm.load128(place, valid))]
-
-    def copy(self, task, t):
-        """Begin to copy this thread's share of its second key of tile t to shared memory; zeros without a key.
-
-        Both ways at once, because reads to registers that wait for each other would all wait for the last.
-        """
-        row, scales, valid = self.locate(task, t, 1)
-        pasm.copy4_async(self.scales, scales, valid * 4)
-        for i, place in enumerate(self.places(row)):
-            pasm.copy16_async(self.raw + 2048 * i, place, valid * 16)
-
-    def store(self, targets, which, block, words):
-        """16 dims of a key as bf16: two 16-byte columns, whose places differ by the swizzle alone."""
-        for i, target in enumerate(targets):
-            ptx.sts128(target, words[4 * i : 4 * i + 4], which * 1024 + block * at.BLOCK_BYTES)
-
-    def convert(self, task, targets, which, scales, raw):
-        """Write this thread's share of a key as bf16; ``raw(i)`` are the words of piece i."""
-        if self.half:
-            scales = scales & 0x00FFFFFF  # the last byte of a row's scales is padding, whatever it holds
-        unusual = ptx.ballot(pasm.any_byte_above(scales, PLAIN_SCALE))
-        usual = ptx.equal(unusual, Int32(0))
-        ptx.when(usual, lambda: self.write(task, targets, which, scales, raw, False))
-        ptx.when(unusual, lambda: self.write(task, targets, which, scales, raw, True))
-
-    def write(self, task, targets, which, scales, raw, unusual):
-        """`convert` for scales that are all usual, or for any."""
-        top, rope = Int32(0), Int32(0)
-        for i, block in enumerate(self.blocks):
-            factor, piece = pasm.factor_of(scales, i), raw(i)
-            for column, place in enumerate(targets):  # 8 dims at a time: registers are short here
-                words, top = pasm.e4m3_to_bf16(piece[2 * column : 2 * column + 2], factor, top)
-                if unusual:
-                    words = pasm.scale_further(words, scales, i)
-                ptx.sts128(place, words, which * 1024 + block * at.BLOCK_BYTES)
-        if self.half:
-            words = raw(self.pieces - 2) + raw(self.pieces - 1)
-            self.store(targets, which, 7, words)
-            for w in words:
-                rope = rope | (((w & 0x7F807F80) + 0x00800080) & (0x80008000 - (1 << 32)))
-        self.spoil(task, top, rope, scales, unusual)
-
-    def spoil(self, task, top, rope, scales, unusual):
-        """A key that is not finite: the group is given back to the native kernel."""
-        field = ptx.max_u16x2(top, ptx.shr(top, 16)) & 0xFFFF
-        nan = ptx.equal(field, Int32(NAN_FIELD))
-
-        def give_back():
-            ptx.stg32_if(self.tasks.work.flag(pasm.again(task.group)), Int32(0), Int32(1))
-
-        broken = nan | rope
-        if unusual:
-            broken = broken | pasm.any_byte_above(scales, FINITE_SCALE)
-        ptx.when(broken, give_back)
-
-    def write_members(self, task, t, stage):
-        """Which keys each row of the group has: a warp writes the 16 bits of its keys for every row."""
-        local = self.warp * 16 + (self.lane & 15)
-        place = self.entries + (t & 1) * 512 + local * 8
-        mask = ptx.lds32(place, 4)
-        bits = [ptx.ballot(mask & (1 << i)) for i in range(at.GROUP)]
-        table = self.base + at.MEMBERS + stage * 64 + self.warp * 2
-
-        def write():
-            for i, word in enumerate(bits):
-                pasm.store16(table, word, 8 * i)
-
-        ptx.when(self.leader, write)
-
-    def copy_queries(self, task, number):
-        """Begin to copy a task's queries to shared memory, when the previous ones are read."""
-        ptx_async.mbarrier_wait(self.base + at.Q_EMPTY, (number & 1) ^ 1)
-        row, chunk = self.tid >> 2, self.tid & 3
-        query = at.Query(self.tasks, task, row)
-        p = self.p
-        source = ptx.at(query.address(p.q, p.q_b, p.q_s, p.q_h, 2), chunk * 16)
-        target = self.base + at.Q + row * 128 + ((chunk ^ (row & 7)) << 4)
-        size = query.valid * 16
-        for i in range(16):
-            to = target + (i >> 1) * at.BLOCK_BYTES
-            pasm.copy16_async(to ^ 64 if i & 1 else to, source + Int64(64 * i), size)
-        ptx_async.mbarrier_arrive_after_copies(self.base + at.Q_FULL)
-
-    def run_task(self, task, first_tile, number):
-        """All tiles of a task, and its queries. Carried: scales and words of the first key."""
-        self.fetch(task, Int32(0))
-        self.arrived()
-        state = self.read(task, Int32(0))
-        self.copy(task, Int32(0))
-        self.fetch(task, Int32(1))
-        self.copy_queries(task, number)
-
-        def tile(t, state):
-            it = first_tile + t
-            stage, phase = it & 1, (it >> 1) & 1
-            stage_base = self.target + stage * at.TILE_BYTES
-            targets = [stage_base, stage_base ^ 16]
-            ptx_async.mbarrier_wait(self.base + at.EMPTY + stage * 16 + 8 * self.half, phase ^ 1)
-            here = ptx.less(t * at.TILE + self.warp * 16, task.keys)  # a warp's keys are those of one step of p v
-            first = lambda i: state[4 * i + 1 : 4 * i + 5]  # noqa: E731
-            ptx.when(here, lambda: self.convert(task, targets, 0, state[0], first))
-            self.arrived()
-            second = lambda i: ptx.lds128(self.raw, 2048 * i)  # noqa: E731
-            ptx.when(here, lambda: self.convert(task, targets, 1, ptx.lds32(self.scales), second))
-            if self.half:
-                self.write_members(task, t, stage)
-            ptx_async.fence_async()  # before the next reads begin: it would wait for them
-            ptx.sync_warp()
-            ptx_async.mbarrier_arrive_if(self.base + at.FULL + stage * 16 + 8 * self.half, self.leader)
-            following = self.read(task, t + 1)
-            self.copy(task, t + 1)
-            self.fetch(task, t + 2)
-            return following
-
-        pasm.loop(Int32(0), task.tiles, state, tile)
+        ptx.when(keys, copy)
+        ptx.when(ptx.equal(thread, Int32(0)), lambda: ptx.sts32(record, keys, at.KEYS))
 
     def arrived(self):
-        """What this warp sent for is there for all its lanes."""
-        pasm.close_copies()
+        """What this warp copied for a task is there, for the matrix unit too."""
         pasm.wait_copies()
+        ptx_async.fence_async()
         ptx.sync_warp()
+        ptx_async.mbarrier_arrive_if(self.base + at.Q_FULL, ptx.equal(self.lane, Int32(0)))

@@ -1,100 +1,109 @@
-"""Shared memory of the packed kernel, its tasks, and which query a lane of M stands for.
+"""The workspace and the shared memory of packing, its tasks, and which query a lane of M stands for.
 
-Belongs here: what the loading and the computing warpgroups have to agree on. A task is one group of rows and one tile
-of 64 lanes out of its (row, head) pairs in that order; ``GROUP`` rows make a group. Both sides
-read the number of keys of a task from the same place and never from what the kernel itself writes.
+Belongs here: what the kernels of packing, and the roles of the packed one, have to agree on. ``GROUP`` rows make a
+group; a task is a group and one tile of 64 lanes out of its (row, head) pairs in that order.
+
+Keys are dequantised once for all rows that list them: those of each set stand in one sequence, in the order in which
+the rows of packed groups add them, and a row has an interval of it (``hopper_union.py``). ``CHUNK`` neighbours of a
+sequence make a chunk, as it lies in global and in shared memory: bf16 [64 dims a plane][key], with the 128-byte
+swizzle. A group's keys are the chunks of its interval of the first set, then those of the second.
+
+Workspace, for G groups, G up to the next multiple of 64 (`Work`), in this order:
+flags      int32 [G]       1: packed, 0: the native kernel has to compute the rows
+sums       int32 [G][4]    of either set: keys that the group adds behind the group before, and all; -1: does not pay
+rows       int32 [G][64]   [set][row]: lane of the first key, keys, how many of them the row before has not, and how
+                           many the group's rows behind it add
+groups     int32 [G][64]   keys (8 a chunk; 0: not packed), chunks of the first set, first chunk of either set, then
+                           [row]: begin and end of its interval of the first set, and of the second, counted from the
+                           first key of the group's first chunk, the second set's behind the chunks of the first
+sequences  bf16            of the first set, then of the second: `Work.room` keys each
 """
 
 # mypy: ignore-errors
 
-from dataclasses import dataclass
-
 from cutlass import Int32, Int64
 
+from headfit.kernels import hopper_packed_asm as pasm
 from headfit.kernels import ptx
-from headfit.kernels.hopper_rows import caches
 
 GROUP = 8  # rows that share a union of keys: always, whatever the heads, so that a head's bits do not depend on them
 LANES = 64  # of M
-TILE = 64  # keys
-BLOCK_BYTES = 8192  # 64 rows of 64 dims, the unit of the 128-byte swizzle
-TILE_BYTES = 8 * BLOCK_BYTES
-STAGES = 2
-THREADS = 512  # two computing warpgroups, then two loading ones
-
-Q = 0
-K = Q + TILE_BYTES
-P = K + STAGES * TILE_BYTES
-RAW = P + BLOCK_BYTES  # bytes of every second key on their way, 16 a thread and piece: 4 pieces of the first half, 5
-MEMBERS = RAW + 9 * 128 * 16  # [stage][row of the group] 64 bits: the keys of the tile that the row has
-ALPHA = MEMBERS + STAGES * 64  # [buffer][lane] what the sums so far are multiplied by
-PEAK = ALPHA + 2 * 256  # [parity of the task][lane]
-SUMS = PEAK + 2 * 256  # [parity of the task][warpgroup][lane]
-RAISED = SUMS + 4 * 256  # [buffer][warp] whether a factor is not 1
-FULL = RAISED + 32  # [stage][half of the dims]
-EMPTY = FULL + 8 * 2 * STAGES
-P_READY = EMPTY + 8 * 2 * STAGES  # [buffer]
-Q_FULL = P_READY + 16
-Q_EMPTY = Q_FULL + 8
-SETS = Q_EMPTY + 8  # [set] cache address, page stride, magic, shift, page, slots: picked by address, not by selects
-ENTRIES = SETS + 64  # [half][parity of the tile][key] (index or union slot, mask of rows), of a loading warp's own keys
-SCALES = ENTRIES + 4 * 512  # [half][thread] four scale bytes of the key in RAW
-SMEM = SCALES + 2 * 512
-
+CHUNK = 8  # keys
+PLANE_BYTES = 1024  # 64 dims of a chunk, the unit of the 128-byte swizzle
+CHUNK_BYTES = 8 * PLANE_BYTES
+TILE = 48  # keys: three tiles fit beside the queries
+TILE_BYTES = TILE // CHUNK * CHUNK_BYTES
+BLOCK_BYTES = 8192  # 64 dims of the queries, or a tile's weights
+STAGES = 3
+THREADS = 384  # two computing warpgroups, then a loading one
+RECORD = 64  # words of a group or of its rows in the workspace
 CAPACITY_LIMIT = 1536  # union keys of a group, at most
 
-
-def write_sets(p, base, flag):
-    """What differs between the key sets, where the loading threads look it up."""
-
-    def write():
-        for i, (kv, stride, numbers) in enumerate(caches(p)):
-            ptx.sts128(base + SETS + 32 * i, [*ptx.words(kv), *ptx.words(stride)])
-            ptx.sts128(base + SETS + 32 * i + 16, numbers)
-
-    ptx.when(flag, write)
-
-
-def capacity(p):
-    """Union entries a group has room for in the workspace, and the most that pay: a quarter of its rows' lanes."""
-    return ptx.min32((p.topk1 + p.topk2) * (GROUP // 4), Int32(CAPACITY_LIMIT))
+Q = 0  # [64 dims][lane]
+K = Q + 8 * BLOCK_BYTES  # [stage][chunk][64 dims][key]
+P = K + STAGES * TILE_BYTES  # [parity of the tile][lane] weights
+ALPHA = P + 2 * BLOCK_BYTES  # [parity of the tile][lane] what the sums so far are multiplied by
+PEAK = ALPHA + 2 * 256  # [parity of the task][lane]
+SUMS = PEAK + 2 * 256  # [parity of the task][warpgroup][lane]
+RAISED = SUMS + 4 * 256  # [parity of the tile][warp] whether a factor is not 1
+TASK = RAISED + 32  # [parity of the task] the group's record, then its keys, 0 where it is not packed
+KEYS = 4 * 40  # within
+FULL = TASK + 2 * 4 * RECORD  # [stage]
+EMPTY = FULL + 8 * STAGES  # [stage]
+P_READY = EMPTY + 8 * STAGES  # [parity of the tile]
+Q_FULL = P_READY + 16
+Q_EMPTY = Q_FULL + 8
+SMEM = Q_EMPTY + 8
 
 
 class Work:
-    """Where the union prepass and this kernel keep what they say of groups; see `hopper_union`."""
+    """Where the kernels of packing keep what they say of groups and keys: addresses in the workspace."""
 
     def __init__(self, p):
+        self.p = p
         self.groups = (p.rows + GROUP - 1) >> 3
-        self.flags = p.work
-        self.counts = p.work + ptx.wide(self.groups, Int64(4))
-        self.entries = p.work + ptx.wide(self.groups, Int64(8))
-        self.capacity = capacity(p)
-
-    def flag(self, group):
-        """Address of the word that says 1: packed, 0: the native kernel has to compute the rows."""
-        return self.flags + ptx.wide(group, Int64(4))
-
-    def count(self, group):
-        """Address of the number of union keys; 0 where the group is not packed."""
-        return self.counts + ptx.wide(group, Int64(4))
-
-    def list(self, group):
-        """Address of the group's entries: (slot | set << 31, mask of the rows that have it), 8 bytes each."""
-        return self.entries + ptx.wide(group, Int64(8)) * ptx.wide(self.capacity, Int64(1))
-
-
-@dataclass
-class Task:
-    """One group and tile of lanes. ``keys``: how many."""
-
-    group: Int32
-    lane0: Int32
-    keys: Int32
+        self.padded = (self.groups + 63) & ~63
 
     @property
-    def tiles(self):
-        """Tiles of keys; one without keys where the row has none, so that its output is written."""
-        return ptx.max32((self.keys + TILE - 1) >> 6, Int32(1))
+    def room(self):
+        """Keys of a sequence: twice the rows and 1024, which windows need not even where requests have 127 rows."""
+        return (2 * self.p.rows + 1024 + CHUNK - 1) & ~(CHUNK - 1)
+
+    def part(self, words_before):
+        """Address of what stands behind so many words a group."""
+        return self.p.work + ptx.wide(self.padded, Int64(4 * words_before))
+
+    def flag(self, group):
+        """Of a group."""
+        return self.p.work + ptx.wide(group, Int64(4))
+
+    def sums(self, group):
+        """Of a group: 4 words."""
+        return self.part(1) + ptx.wide(group, Int64(16))
+
+    def rows(self, group):
+        """Of a group: `RECORD` words about its rows."""
+        return self.part(5) + ptx.wide(group, Int64(4 * RECORD))
+
+    def record(self, group):
+        """Of a group: `RECORD` words for the packed kernel."""
+        return self.part(5 + RECORD) + ptx.wide(group, Int64(4 * RECORD))
+
+    def chunk(self, number):
+        """Of a chunk; those of the second sequence are numbered on from ``room / CHUNK``."""
+        return self.part(5 + 2 * RECORD) + ptx.wide(number, Int64(CHUNK_BYTES))
+
+
+def ring(it):
+    """Stage of the it-th tile of this CTA, and the parity of its use."""
+    turn = ptx.shr(pasm.high_product(it, 0xAAAAAAAB), 1)  # it / 3
+    return it - STAGES * turn, turn & 1
+
+
+def tiles_of(keys):
+    """Tiles of so many keys."""
+    chunks = (keys + TILE - 1) >> 3
+    return ptx.shr(pasm.high_product(chunks, 0xAAAAAAAB), 2)  # chunks / 6
 
 
 class Tasks:
@@ -106,23 +115,22 @@ class Tasks:
         self.work = Work(p)
         self.count = ptx.quotient(self.work.groups * self.per_group - cta + ctas - 1, ctas)
 
-    def task(self, i):
-        """The i-th task of this CTA."""
+    def place(self, i):
+        """Group and first lane of the i-th task of this CTA."""
         number = self.cta + i * self.ctas
         group = ptx.quotient(number, self.per_group)
-        lane0 = (number - group * self.per_group) << 6
-        return Task(group, lane0, ptx.ldg32_if(self.work.count(group), Int32(1), Int32(0)))
+        return group, (number - group * self.per_group) << 6
 
 
 class Query:
     """The row and head of lane ``m`` of a task's tile. ``member``: its row in the group, 0 for a lane that is none."""
 
-    def __init__(self, tasks, task, m):
+    def __init__(self, tasks, group, lane0, m):
         p = tasks.p
-        lane = task.lane0 + m
+        lane = lane0 + m
         inside = ptx.quotient(lane, p.h_q)
         self.head = lane - inside * p.h_q
-        row = (task.group << 3) + inside
+        row = (group << 3) + inside
         self.valid = ptx.less(inside, Int32(GROUP)) & ptx.less(row, p.rows)
         self.member = ptx.pick32(self.valid, inside, Int32(0))
         row = ptx.pick32(self.valid, row, Int32(0))

@@ -1,24 +1,23 @@
 """The prepass of packing: which keys the rows of a group have between them, and whether packing the group pays.
 
-Belongs here: the kernel that writes the workspace ``work``, the format of it, and the union of lists that continue one
-another. Does not belong here: the union of other lists (``hopper_union_table.py``). Launch one CTA a group of 8 rows,
-before ``hopper_packed.packed``, on the same stream; the native kernel follows and takes the groups whose flag is 0.
+Belongs here: the kernel that compares the lists of neighbouring rows, and what it says of them. Does not belong here:
+where the keys of all groups stand in the end (``hopper_expand.py``). Launch one CTA a group of 8 rows, before
+``hopper_expand.expand``, on the same stream.
 
-Workspace, in int32 words, for G groups of a call and C = `capacity` entries: G flags (1: packed, 0: the native kernel
-has to compute the rows; the packed kernel takes a 1 back where a key is not finite), G counts of union keys (0: not
-packed), then per group C pairs (slot, with the set as bit 31; mask of the rows that have it). Entries stand in order
-of the first lane that names them: set, then row, then lane. So the same lists give the same bits.
-
-Nearly all lists that overlap enough continue one another: the keys of a row, in their order, are those of the row
+Lists that overlap enough for packing continue one another: the keys of a row, in their order, are those of the row
 before from one of the first 32 on, then new ones. Windows do that, whatever their slots are, and so do lists of all
-keys so far. Then the union of a set is a sequence, each row has the interval of it that ends where the sequence ended
-after that row, and two numbers a row say everything: its keys, and how many of them are new. All keys are new in a row
-that does not continue the one before. Should that come to more than pays, or should a list have lanes without a key
-between others, the table decides.
+keys so far. Then the keys of a set, as rows add them, are a sequence; each row has the interval of it that ends where
+the sequence ended after that row, and two numbers a row say everything: its keys, and how many of them are new. All
+keys are new in a row that does not continue the one before. The first row of a group is compared with the last of the
+group before as well, so that neighbours share keys where both are packed.
 
-Packed is a group whose union is at most a quarter of its rows' lanes and at most ``CAPACITY_LIMIT``, of lists of at
-most `LANES_LIMIT` lanes. A key that a row lists twice has two entries, and so may one of a row that does not continue
-the one before; through the table no group is packed that has a row with a key twice.
+A group pays where its rows add at most a quarter of their lanes, and at most ``CAPACITY_LIMIT`` keys, even if the group
+before does not pay; no list may have lanes without a key between others, nor both more than `LANES_LIMIT` lanes.
+
+In the workspace (``hopper_packed_place.py``) a group has, from here: its flag, 1 where it pays; in ``sums`` for either
+set the keys that it adds to those of the group before, and those it has if that is not packed; in ``rows`` for either
+set, row after row: lane of the first key, keys, how many of them the row before has not, and how many the rows behind
+it in the group add.
 """
 
 # mypy: ignore-errors
@@ -34,11 +33,12 @@ from headfit.kernels import hopper_union_place as place
 from headfit.kernels import ptx, ptx_async
 from headfit.kernels.hopper_params import Params, Traced
 from headfit.kernels.hopper_rows import RowLists
-from headfit.kernels.hopper_union_place import ADDED, COUNTS, ENDS, LANES, LANES_LIMIT, THREADS
-from headfit.kernels.hopper_union_table import Table
+from headfit.kernels.hopper_union_place import LANES_LIMIT, PITCH, THREADS
 
-HOLES = 4000  # keys of a list that has lanes without a key between others: more than pay, whatever is shared
 NONE = 0x7FFFFFFF
+HOLES = -(
+    1 << 20
+)  # in place of its lanes, of a list that has some without a key between others: below any sum of lanes
 
 
 def union():
@@ -51,42 +51,40 @@ def union():
         base = pasm.again(Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint()))
         wid = cute.arch.make_warp_uniform(tid >> 5)
         ptx_async.wait_for_kernel_before()
-        ptx_async.start_dependents()
         g = place.Group(p, base, tid, wid, group)
         toolong = ptx.less(Int32(LANES_LIMIT), p.topk1 + p.topk2)
-        ptx.when(toolong, lambda: g.tell(Int32(0), Int32(0)), otherwise=lambda: unite(g))
+        leads = ptx.less(g.wid, Int32(1))
+        ptx.when(toolong, lambda: ptx.when(leads, lambda: pays_not(g)), otherwise=lambda: compare(g, leads))
 
     return Traced(sparse_mla_union, threads=THREADS, smem=place.SMEM, min_blocks=4)
 
 
-def unite(g):
-    """Flag, count and entries of a group."""
+def pays_not(g):
+    """Say so of a group whose lists are not looked at."""
+    work = at.Work(g.p)
+    ptx.stg32_if(work.flag(g.group), Int32(0), g.first)
+    ptx.stg32_if(work.sums(g.group) + ptx.wide(g.lane, Int64(4)), Int32(-1), ptx.less(g.lane, Int32(4)))
+
+
+def compare(g, leads):
+    """All that the workspace gets of a group."""
     row = Row(g)
     row.copy()
-    g.clear()
     row.know_lengths()
     uasm.wait_copies()
     row.examine()
     ptx.sync(THREADS)
-    row.compare()
+    ptx.when(leads ^ 1, row.compare)
     ptx.sync(THREADS)
-    added1, count, listed = totals(g)
-    limit = ptx.min32(at.capacity(g.p), ptx.shr(listed, 2))
-    packed = ptx.less(Int32(0), count) & (ptx.less(limit, count) ^ 1)
-
-    def entries():
-        g.tell(Int32(1), count)
-        write(g, added1, count)
-
-    ptx.when(packed, entries, otherwise=Table(g, row.lanes, limit).unite)
+    ptx.when(leads, lambda: tell(g))
 
 
 class Row(RowLists):
-    """The two lists of this warp's row; no lanes past the last row. The lengths are read after the lists."""
+    """The two lists of this warp's row; no lanes before the first row and past the last. Lengths are read later."""
 
     def __init__(self, g):
-        row = (g.group << 3) + g.wid
-        self.g, self.here = g, ptx.less(row, g.p.rows)
+        row = (g.group << 3) + g.wid - 1
+        self.g, self.here = g, ptx.within(row, g.p.rows)
         super().__init__(g.p, ptx.pick32(self.here, row, Int32(0)))
 
     def copy(self):
@@ -109,11 +107,11 @@ class Row(RowLists):
             ptx.when(odd, lambda f=pieces: f(4), otherwise=lambda f=pieces: f(16))
 
     def know_lengths(self):
-        """Lanes of each list; none past the last row."""
+        """Lanes of each list; none where there is no row."""
         self.lanes = [ptx.pick32(self.here, n, Int32(0)) for n in self.read_lengths()]
 
     def examine(self):
-        """Where the keys of each list begin and end."""
+        """Where the keys of each list begin, and how many there are; none in a list with holes."""
         g, p = self.g, self.p
 
         def one_set(second, state):
@@ -128,21 +126,14 @@ class Row(RowLists):
                 kinds = ("add", "min", "max")
                 count, first, last = (uasm.total(x, kind) for x, kind in zip(found, kinds, strict=True))
                 begin = last + 1 - count
-                return [begin, ptx.pick32(ptx.less(first, begin), Int32(HOLES), count)]
+                holes = ptx.less(first, begin)
+                return [begin, ptx.pick32(holes, Int32(0), count), ptx.pick32(holes, Int32(HOLES), lanes)]
 
             some_have_none = ptx.ballot(uasm.outside(high, slots))
-            begin, count = pasm.choose(some_have_none, [Int32(0), lanes], look)
-
-            def tell():
-                mine = g.base + second * 32 + g.wid * 4
-                ptx.sts32(mine, here + (begin + count) * 4, ENDS)
-                ptx.sts32(mine, count, COUNTS)
-
-            ptx.when(g.first, tell)
+            begin, count, listed = pasm.choose(some_have_none, [Int32(0), lanes, lanes], look)
+            ptx.when(g.first, lambda: ptx.sts128(g.told(second), [begin, count, count, listed]))
             return state
 
-        both = self.lanes[0] + self.lanes[1]
-        ptx.when(g.first, lambda: ptx.sts32(g.base + g.wid * 4, both, LANES))
         pasm.loop(Int32(0), g.sets, [], one_set)
 
     def compare(self):
@@ -150,12 +141,11 @@ class Row(RowLists):
         g = self.g
 
         def one_set(second, state):
-            mine = g.base + second * 32 + g.wid * 4
-            count, before = ptx.lds32(mine, COUNTS), ptx.lds32(mine, COUNTS - 4)
-            begin = ptx.lds32(mine, ENDS) - count * 4
-            # The first row reads no further than its own list, and finds nothing.
-            begin_before = ptx.pick32(g.wid, ptx.lds32(mine, ENDS - 4) - before * 4, begin)
-            before = ptx.pick32(g.wid, before, Int32(0))
+            mine = g.told(second)
+            begin, count = ptx.lds64(mine)
+            begin_before, before = ptx.lds64(mine, -32)
+            begin = g.list(second) + begin * 4
+            begin_before = g.list(second) - PITCH + begin_before * 4
             same = ptx.equal(ptx.lds32(begin), ptx.lds32(begin_before + g.lane * 4))
             skipped = uasm.lowest(ptx.ballot(same & ptx.less(g.lane, before)))
             common = before - skipped
@@ -170,35 +160,31 @@ class Row(RowLists):
                 return [ptx.pick32(different, count, count - common)]
 
             added = pasm.choose(may, [count], look)[0]
-            ptx.when(g.first, lambda: ptx.sts32(mine, added, ADDED))
+            ptx.when(g.first, lambda: ptx.sts32(mine, added, 8))
             return state
 
         pasm.loop(Int32(0), g.sets, [], one_set)
 
 
-def totals(g):
-    """Of all rows: keys added to the first set, to both; lanes."""
-    added = ptx.lds32(g.base + (g.lane & 15) * 4, ADDED)
-    lanes = ptx.lds32(g.base + (g.lane & 7) * 4, LANES)
-    low, zero = ptx.less(g.lane, Int32(8)), Int32(0)
-    both = ptx.pick32(ptx.less(g.lane, Int32(16)), added, zero)
-    return [uasm.total(x, "add") for x in (ptx.pick32(low, added, zero), both, ptx.pick32(low, lanes, zero))]
-
-
-def write(g, added1, count):
-    """The entries of sets whose rows continue one another."""
-    listed = g.entries()
-
-    def entry(i, state):
-        number = g.tid + i * THREADS
-        second = ptx.less(number, added1) ^ 1
-        rows = g.base + second * 32
-        ends = ptx.lds128(rows, ADDED) + ptx.lds128(rows, ADDED + 16)
-        counts = ptx.lds128(rows, COUNTS) + ptx.lds128(rows, COUNTS + 16)
-        mask, behind = uasm.covering(ends, counts, number - ptx.pick32(second, added1, Int32(0)))
-        end = ptx.lds32(rows + uasm.lowest(mask) * 4, ENDS)
-        key = ptx.lds32(end - behind * 4, -4) | (second << 31)
-        ptx.stg64(listed + ptx.wide(number, Int64(8)), [key, mask])
-        return state
-
-    pasm.loop(Int32(0), (count - g.tid + (THREADS - 1)) >> 8, [], entry)
+def tell(g):
+    """Flag, sums and rows, by one warp: lanes 0 to 7 have the rows of the first set, 8 to 15 those of the second."""
+    second, row = (g.lane >> 3) & 1, g.lane & 7
+    inside = ptx.less(g.lane, Int32(16))
+    present = inside & ptx.less(second, g.sets)
+    told = ptx.lds128(g.base + row * 32 + second * 16, place.TOLD + 32)
+    begin, count, added, lanes = (ptx.pick32(present, x, Int32(0)) for x in told)
+    with_behind = added
+    for n in (1, 2, 4):
+        with_behind = uasm.add_from_above(with_behind, n)
+    behind = with_behind - added
+    fresh = behind + count
+    both = uasm.from_lane(fresh, Int32(0)) + uasm.from_lane(fresh, Int32(8))
+    limit = ptx.min32(Int32(at.CAPACITY_LIMIT), uasm.total(lanes, "add") >> 2)
+    pays = ptx.less(Int32(0), both) & (ptx.less(limit, both) ^ 1)
+    work = at.Work(g.p)
+    ptx.stg32_if(work.flag(g.group), pays, g.first)
+    sums = [ptx.pick32(pays, x, Int32(-1)) for x in (with_behind, fresh)]
+    heads = inside & ptx.equal(row, Int32(0))
+    ptx.stg64_if(work.sums(g.group) + ptx.wide(second, Int64(8)), sums, heads)
+    place_of_row = work.rows(g.group) + ptx.wide(g.lane, Int64(16))
+    ptx.when(inside, lambda: ptx.stg128(place_of_row, [begin, count, added, behind]))

@@ -469,3 +469,20 @@ def fma_if(a, b, c, flag):
 def stg128f(p, v):
     """Store four float32."""
     asm([], [p, *v], "st.global.v4.f32 [$0], {$1,$2,$3,$4};", "l,f,f,f,f,~{memory}")
+
+
+def stg128(p, v):
+    """Store four words."""
+    asm([], [p, *v], "st.global.v4.b32 [$0], {$1,$2,$3,$4};", "l,r,r,r,r,~{memory}")
+
+
+def ldg8_if(p, flag):
+    """One byte where ``flag``, else 0."""
+    code = "{ .reg .pred p; setp.ne.s32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.u8 $0, [$1]; }"
+    return asm([Int32], [p, flag], code, "=&r,l,r")[0]
+
+
+def ldg64_if(p, flag):
+    """Two words where ``flag``, else zeros."""
+    code = "{ .reg .pred p; setp.ne.s32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.global.nc.v2.b32 {$0,$1}, [$2]; }"
+    return asm([Int32] * 2, [p, flag], code, "=&r,=&r,l,r")

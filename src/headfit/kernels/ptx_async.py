@@ -166,8 +166,3 @@ def wait_for_kernel_before():
     the one after it pass what came before both.
     """
     asm([], [], "griddepcontrol.wait;", "~{memory}")
-
-
-def start_dependents():
-    """Let the kernel after this one start; it has to wait for this one by itself. Nothing without its attribute."""
-    asm([], [], "griddepcontrol.launch_dependents;", "~{memory}")
