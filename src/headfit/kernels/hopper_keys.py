@@ -3,9 +3,10 @@
 Belongs here: who looks up which key when, and what is copied where.
 
 Looking up is done by two warps a tile, in turn: one lane a key. They leave 64 addresses in shared memory and send for
-the scales; then each of the four warps has 16 of the 64 rows copied, eight of the first half and eight of the second. A
-lane without a key (past the list, negative, beyond the cache) touches no cache memory: its row is copied from zeros,
-spread over many, since copies of one row from everywhere would queue up, and its scales are neutral ones.
+the scales; then each of the four warps has 16 of the 64 rows copied, eight of the first half and eight of the second,
+and expects them at the tile's barrier once its products of the tile before are done. A lane without a key (past the
+list, negative, beyond the cache) touches no cache memory: its row is copied from zeros, spread over many, since copies
+of one row from everywhere would queue up, and its scales are neutral ones.
 """
 
 # mypy: ignore-errors
@@ -20,7 +21,7 @@ from headfit.kernels.hopper_rows import ROW_BYTES, RowLists, caches
 ZERO_ROWS = 256  # of 576 bytes behind the parameter `zeros`; then 7 scale bytes of 120, as good as any, and 255
 RECORD = 48  # bytes
 TURNS = 2  # pairs of warps that look up tiles in turn
-ARRIVALS = 66  # at a tile's barrier: 64 lanes once their scales are there, 2 warps that expect the rows
+ARRIVALS = 68  # at a tile's barrier: 64 lanes once their scales are there, 4 warps that expect their rows
 
 
 class Keys:
@@ -83,8 +84,8 @@ class Keys:
         self.index[0] = ptx.ldg32_if(source, ptx.less(position, lanes) & ptx.less(it, end), Int32(-1))
 
     def locate(self, it, end, parity):
-        """Turn the index into an address, leave it in shared memory, send for the scales, expect the tile's bytes; then
-        send for the index of this warp's next turn.
+        """Turn the index into an address, leave it in shared memory, send for the scales; then send for the index of
+        this warp's next turn.
 
         Of the eight scale bytes of a key seven are copied and the last becomes 0; a lane without a key has neutral
         ones, and 255 in the last.
@@ -106,9 +107,7 @@ class Keys:
             ptx.sts64(f.sources + parity * 512 + key * 8, ptx.words(source))
             scales = ptx.pick64(valid, scales, p.zeros + Int64(ZERO_ROWS * ROW_BYTES))
             ptx_async.copy_async8(f.raw + key * PITCH + SCALES + parity * 8, scales, 8 - valid)
-            full = f.full + parity * 8
-            ptx_async.mbarrier_arrive_after_copies(full)
-            ptx_async.mbarrier_expect_if(full, Int32(32 * ROW_BYTES), ptx.leader())
+            ptx_async.mbarrier_arrive_after_copies(f.full + parity * 8)
             self.send_index(it + TURNS, end)
 
         ptx.when(self.turn(it, end), find)
@@ -126,3 +125,8 @@ class Keys:
         """Send for all of this warp's rows of a half."""
         for part in range(2):
             self.copy(half, part, parity)
+
+    def expect(self, parity, flag):
+        """Where ``flag``: expect this warp's rows of a tile, there already or not; its barrier waits for that too."""
+        expects = ptx.leader() & flag
+        ptx_async.mbarrier_expect_if(self.f.full + parity * 8, Int32(16 * ROW_BYTES), expects)

@@ -17,7 +17,7 @@ from cutlass import Float32, Int32, Int64
 
 from headfit.kernels import hopper_cluster, ptx, ptx_async
 from headfit.kernels.hopper_keys import ARRIVALS, Keys
-from headfit.kernels.hopper_native_tile import PITCH, THREADS, WARPS, over_warps, permuted, tile
+from headfit.kernels.hopper_native_tile import PITCH, THREADS, WARPS, gathered, over_warps, permuted, tile
 from headfit.kernels.hopper_params import Params, Traced
 
 LOWEST = -3e38  # of a running maximum that has seen no logit
@@ -71,7 +71,10 @@ SIZES = {
 
 
 class Frame:
-    """A thread's places, fixed for the life of a row. Few are kept in registers: the rest is computed where needed."""
+    """A thread's places, fixed for the life of a row. Few are kept in registers: the rest is computed where needed.
+
+    ``rows``, ``rope_rows``: where it reads keys for the first product; ``columns``, `rope_columns`: for the second.
+    """
 
     def __init__(self, size, base, tid, wid):
         q, p, raw, peaks, maxima, _, sources, lists, flag, barriers, _ = size.offsets()
@@ -80,6 +83,8 @@ class Frame:
         self.q, self.p, self.raw = base + q, base + p, base + raw
         self.rows = self.raw + permuted(wid * 16 + (lane >> 2)) * PITCH + (lane & 3) * 16
         self.columns = self.raw + permuted(lane) * PITCH + wid * 16
+        self.rope_rows = self.columns + wid * (16 * PITCH - 16) - ptx.shr(lane, 4) * (16 * PITCH - 16)
+        self.held = self.find_rope_columns(lane) if size.rows == 1 else None
         self.peaks = base + peaks
         self.q_descriptor = ((base + q) >> 4) | 0x10000
         self.p_descriptor = ((base + p) >> 4) | 0x10000
@@ -90,8 +95,13 @@ class Frame:
         self.first_half_free, self.second_half_free = base + barriers + 16, base + barriers + 24
 
     def rope_columns(self):
-        """Like ``columns``, for rope dims, which are two bytes each."""
-        return self.columns + self.wid * 16
+        """``columns`` for rope dims; computed anew beside the loop over eight rows, which leaves no register for it."""
+        return self.held if self.size.rows == 1 else self.find_rope_columns(ptx.lane())
+
+    def find_rope_columns(self, lane):
+        """Rope dims are two bytes each: the four matrices of an operand are 8 keys x 8 dims, dims first."""
+        keys, dims = ptx.shr(lane, 4), ptx.shr(lane, 3) & 1
+        return self.columns + self.wid * 16 - keys * (8 * PITCH) - dims * (8 * PITCH - 16)
 
     def scales_row(self):
         """The shared row of the first own key, with its scales of this tile at ``SCALES``."""
@@ -107,7 +117,7 @@ class Frame:
         return self.head_maxima + (ptx.lane() & 3) * 8
 
     def head(self, lane):
-        """The head whose maximum and sum a lane keeps, after ``gathered``."""
+        """The head that a lane speaks for, after ``gathered``."""
         i = (lane >> 2) & (self.size.nv - 1)
         return 8 * (i >> 1) + 2 * (lane & 3) + (i & 1)
 
@@ -117,7 +127,7 @@ class State:
 
     def __init__(self, size):
         self.acc = cute.make_rmem_tensor((8 * size.n,), Float32)  # [group of dims][accumulator]
-        self.total = cute.make_rmem_tensor((1,), Float32)
+        self.total = cute.make_rmem_tensor((size.nv,), Float32)  # of this thread's keys, for each of its heads
         self.size = size
 
 
@@ -125,7 +135,8 @@ def clear(state):
     """Sums as before the first tile."""
     for i in range(8 * state.size.n):
         state.acc[i] = Float32(0.0)
-    state.total[0] = Float32(0.0)
+    for i in range(state.size.nv):
+        state.total[i] = Float32(0.0)
 
 
 def fetch_queries(f, p, place):
@@ -174,22 +185,22 @@ def largest_exponent(pair):
 def store_query_chunk(f, head, i, words, power):
     """Eight dims of a head at their k index: as they are without ``power``, else times it, as f16 or (rope) bf16.
 
-    Lanes 24 to 31 of the second chunks have the rope dims.
+    Lanes 24 to 31 of the second chunks have the rope dims, whose k index is their own order.
     """
     lane = ptx.lane()
-    sub = lane & 7
+    sub, swizzle = lane & 7, head & 7
     rope = ptx.less(Int32(23), lane) if i else Int32(0)
-    high, column = sub & 1, sub >> 1
-    if i:
-        high, column = ptx.pick32(rope, sub >> 2, high), ptx.pick32(rope, sub & 3, column)
-    base = f.q + ((lane >> 3) + 4 * i) * f.size.group_bytes + head * 128 + 4 * column
+    base = f.q + ((lane >> 3) + 4 * i) * f.size.group_bytes + head * 128
     for j in range(4):
         word = words[j]
         if power is not None:
             scaled = ptx.mul_bf16x2(word, ptx.prmt(power, power, 0x3232))
             word = ptx.bf16_pair_to_f16(scaled)
             word = ptx.pick32(rope, scaled, word) if i else word
-        ptx.sts32(base + (((4 * high + j) ^ (head & 7)) << 4), word)
+        place = (((4 * (sub & 1) + j) ^ swizzle) << 4) + 4 * (sub >> 1)
+        if i:
+            place = ptx.pick32(rope, ((sub ^ swizzle) << 4) + 4 * j, place)
+        ptx.sts32(base + place, word)
 
 
 def first_tile(keys, end, parity):
@@ -201,6 +212,7 @@ def first_tile(keys, end, parity):
     def copy():
         keys.copy_half(0, parity & 1)
         keys.copy_half(1, parity & 1)
+        keys.expect(parity & 1, Int32(1))
 
     ptx.when(ptx.less(Int32(0), end), copy)
 
@@ -209,7 +221,8 @@ def finish(f, p, state, unit, r):
     """The result of the row, or this CTA's share of it. ``unit``: what a weight's scale was multiplied by, inverted."""
     lane = ptx.lane()
     peaks = f.peaks + lane * 4
-    ptx.sts32f(peaks + f.wid * 128, state.total[0])
+    total = gathered([state.total[i] for i in range(f.size.nv)], lane >> 2, ptx.fadd)
+    ptx.sts32f(peaks + f.wid * 128, total)
     ptx.sync(THREADS)
     total = over_warps(peaks, ptx.fadd)
     place = Place(p, f.size, r)

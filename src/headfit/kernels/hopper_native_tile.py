@@ -24,15 +24,21 @@ two per head), with the group's scale in float32. Either half of the dims, four 
 
 # mypy: ignore-errors
 
+import functools
+
 from cutlass import Float32, Int32
 
 from headfit.kernels import ptx, ptx_async
+from headfit.kernels.hopper_native_asm import Operand
 
 PITCH = 592  # bytes between rows in shared memory: 576 of the row, 2 x 8 for the scales of this tile and the next
 SCALES = 576
 WARPS = 4
 THREADS = 32 * WARPS
 LAZY = 0x40800000  # 4.0: a maximum is only replaced when a logit exceeds it by 2^4 (f16 weights stay below 2^15)
+# The test whether a logit exceeds is made for a thread's two keys of a head together, on the weights (2^4 and 1; a
+# little less, as they are rounded). Passed by mistake it changes no bit.
+TOGETHER, SINGLE = 0x417F0000, 0x3F7F0000
 MINUS_INFINITY = float("-inf")
 # Steps of the second product: 32 keys of a group of 64 dims. The rope group is not last, as its operands are more.
 STEPS = [(group, half) for half in range(2) for group in (0, 1, 2, 3, 7, 4, 5, 6)]
@@ -82,15 +88,21 @@ def gathered(values, g, op):
 
 
 def key_words(f, group):
-    """The raw bytes of this thread's two rows: 16 dims of each (a rope group: the first 8 of 32 dims twice)."""
+    """The raw bytes of this thread's two rows: 16 dims of each. A rope group: both operands of its first half."""
+    if group == 7:
+        return rope_operands(f, 0)
     return [ptx.lds128(f.rows, 64 * group), ptx.lds128(f.rows, 64 * group + 8 * PITCH)]
+
+
+def rope_operands(f, half):
+    """Two register operands of half of the rope dims, as they are read."""
+    return [ptx.ldmatrix4(f.rope_rows, 448 + 64 * half + 32 * s) for s in range(2)]
 
 
 def key_fragments(f, group, words, half):
     """Two register operands (64 keys x 16 dims each) of half a group, and their type."""
     if group == 7:
-        upper, lower = words if half == 0 else (ptx.lds128(f.rows, 512), ptx.lds128(f.rows, 512 + 8 * PITCH))
-        return [[upper[2 * s], lower[2 * s], upper[2 * s + 1], lower[2 * s + 1]] for s in range(2)], "bf16"
+        return rope_operands(f, 1) if half else words, "bf16"
     fragments = []
     for s in (2 * half, 2 * half + 1):
         a0, a2 = ptx.e4m3_to_f16(words[0][s])
@@ -161,7 +173,7 @@ def multiply_keys(f, acc, side, group, batch, made):
         for s, fragment in enumerate(fragments):
             place = group * f.size.group_bytes + 64 * half + 32 * s
             start = group % 4 + half + s == 0
-            acc[side] = ptx_async.wgmma(acc[side], fragment, f.q_descriptor, place, kind, start)
+            acc[side] = f.queries.product(acc[side], fragment, place, kind, start, side)
     ptx_async.wgmma_commit()
 
 
@@ -187,7 +199,7 @@ def half_logits_any(f, side, words):
                 fragment = [ptx.f16_to_bf16(x, scales[j & 1]) for j, x in enumerate(fragment)]
             ptx_async.wgmma_fence()
             place = group * f.size.group_bytes + 64 * half + 32 * s
-            acc = ptx_async.wgmma(acc, fragment, f.q_descriptor, place, "bf16", k == 0 and s == 0)
+            acc = f.queries.product(acc, fragment, place, "bf16", k == 0 and s == 0)
             ptx_async.wgmma_commit()
             acc = ptx_async.wgmma_wait_for(0, acc)
     return acc
@@ -239,17 +251,16 @@ def weights(f, state, s, own, any_scale):
     The running maximum of a head is only replaced when a logit exceeds it by 2^4 (for any scale: when it exceeds it, so
     that no weight is above 1): then all threads rescale. A head that does not exceed keeps its bits. The same branch
     notes scales that the usual arithmetic does not hold for.
-    ``s`` and ``own`` are logits and scales of both own keys. ``state.total`` is the sum over this warp's keys, of the
-    head that the lane keeps.
+    ``s`` and ``own`` are logits and scales of both own keys. ``state.total`` are the sums over this thread's keys; only
+    at the end of the row they are added up over threads.
     """
     table = heads_table(f)
     x = [log_weights(f, values, ptx.positive(scales[1]), table)[0] for values, scales in zip(s, own, strict=True)]
-    top = x[0][0]
-    for v in [*x[0][1:], *x[1]]:
-        top = ptx.fmax(top, v)
-    flag = ptx.above(top, 0 if any_scale else LAZY)
-    unusual = Int32(0) if any_scale else ptx.unusual_scales(*own[0]) | ptx.unusual_scales(*own[1])
     p = [[ptx.ex2(v) for v in of_key] for of_key in x]
+    sums = over_own(p, ptx.fadd)
+    top = functools.reduce(ptx.fmax, over_own(p, ptx.fmax) if any_scale else sums)
+    flag = ptx.above(top, SINGLE if any_scale else TOGETHER)
+    unusual = Int32(0) if any_scale else ptx.unusual_scales(*own[0]) | ptx.unusual_scales(*own[1])
     put_weights(f, p, own, any_scale)
     ptx_async.fence_async()
 
@@ -259,14 +270,15 @@ def weights(f, state, s, own, any_scale):
         raise_maxima(f, state, s, own, any_scale)
 
     def kept():
-        state.total[0] = ptx.fadd(state.total[0], over_keys(f, p, ptx.fadd))
+        for i, value in enumerate(sums):
+            state.total[i] = ptx.fadd(state.total[i], value)
 
     ptx.when(ptx.sync_or(flag | unusual, THREADS), raised, kept)
 
 
-def over_keys(f, values, op):
-    """Values of both own keys, reduced over all keys of this warp, of the head that the lane keeps."""
-    return gathered([op(a, b) for a, b in zip(*values, strict=True)], ptx.lane() >> 2, op)
+def over_own(values, op):
+    """Values of both own keys reduced to one a head."""
+    return [op(a, b) for a, b in zip(*values, strict=True)]
 
 
 def over_warps(peaks, op):
@@ -304,7 +316,7 @@ def raise_maxima(f, state, s, own, any_scale):
     peaks, factors = f.peaks + lane * 4, heads_table(f)[0]
     present = [ptx.positive(scales[1]) for scales in own]
     logits = [log_weights(f, s[i], present[i], (factors, [Float32(0.0)] * size.nv))[1] for i in range(2)]
-    ptx.sts32f(peaks + f.wid * 128, over_keys(f, logits, ptx.fmax))
+    ptx.sts32f(peaks + f.wid * 128, gathered(over_own(logits, ptx.fmax), lane >> 2, ptx.fmax))
     ptx.sync(THREADS)
     candidate = over_warps(peaks, ptx.fmax)
     new = ptx.pickf(ptx.above(candidate - old, 0 if any_scale else LAZY), candidate, old)
@@ -315,12 +327,14 @@ def raise_maxima(f, state, s, own, any_scale):
         source = (lane & 3) + 4 * i
         maxima.append(ptx.shfl(new, source))
         factor = ptx.shfl(rescale, source)
+        state.total[i] = ptx.fmul(state.total[i], factor)
         for group in range(8):
             for z in (4 * (i // 2) + (i & 1), 4 * (i // 2) + 2 + (i & 1)):
                 k = group * size.n + z
                 state.acc[k] = ptx.fmul(state.acc[k], factor)
     p = [[ptx.ex2(v) for v in log_weights(f, s[i], present[i], (factors, maxima))[0]] for i in range(2)]
-    state.total[0] = ptx.fma(state.total[0], rescale, over_keys(f, p, ptx.fadd))
+    for i, value in enumerate(over_own(p, ptx.fadd)):
+        state.total[i] = ptx.fadd(state.total[i], value)
     put_weights(f, p, own, any_scale)
     ptx_async.fence_async()
     ptx.sync(THREADS)
@@ -330,17 +344,16 @@ def raise_maxima(f, state, s, own, any_scale):
 
 
 def value_words(f, group, half):
-    """32 keys of a group, transposed: four words of e4m3 pairs, or eight of rope dims."""
+    """32 keys of a group, transposed: four words of e4m3 pairs, or both register operands of rope dims."""
     if group < 7:
         return ptx.ldmatrix_trans4(f.columns, 64 * group + half * 32 * PITCH)
-    place = 448 + half * 32 * PITCH
-    return ptx.ldmatrix_trans4(f.rope_columns(), place) + ptx.ldmatrix_trans4(f.rope_columns(), place + 16)
+    return [ptx.ldmatrix_trans4(f.rope_columns(), 448 + (half * 32 + 16 * s) * PITCH) for s in range(2)]
 
 
 def value_fragment(group, words, s, any_scale):
     """One register operand (64 dims x 16 keys), and its type."""
     if group == 7:
-        return [words[2 * s], words[4 + 2 * s], words[2 * s + 1], words[5 + 2 * s]], "bf16"
+        return words[s], "bf16"
     values = [*ptx.e4m3_columns_to_f16(words[2 * s]), *ptx.e4m3_columns_to_f16(words[2 * s + 1])]
     return ([ptx.f16_to_bf16(v, Float32(1.0)) for v in values], "bf16") if any_scale else (values, "f16")
 
@@ -386,6 +399,8 @@ def add_values(f, words, more, state, any_scale):
     done = ptx_async.wgmma_wait_for(0, [v for g in range(8) for v in acc[g]])
     for k in range(8 * n):
         state.acc[k] = done[k]
+    # Only now: no warp passes the next tile's barrier, and writes weights, before all products have read these.
+    f.keys.expect(parity ^ 1, more)
 
 
 def multiply_values(f, acc, group, half, fragments, any_scale):
@@ -394,7 +409,7 @@ def multiply_values(f, acc, group, half, fragments, any_scale):
         if s == 0 or any_scale:
             ptx_async.wgmma_fence()
         place = group * f.size.group_bytes + half * 64 + 32 * s
-        acc = ptx_async.wgmma(acc, fragment, f.p_descriptor, place, kind)
+        acc = f.written.product(acc, fragment, place, kind, turn=s)
         if s or any_scale:
             ptx_async.wgmma_commit()
         if any_scale:
@@ -407,9 +422,11 @@ def tile(f, it, end, before, state, any_scale):
     count = it + before
     f.parity = count & 1
     f.keys.locate(it + 1, end, f.parity ^ 1)
+    f.queries, f.written = Operand(f.q_descriptor), Operand(f.p_descriptor)
     ptx_async.mbarrier_wait(f.full + f.parity * 8, (count >> 1) & 1)
-    s = own_logits((logits_any if any_scale else usual_logits)(f, scale_words(f)))
-    own = [ptx.lds64(f.scales_row(), SCALES + 8 * i * PITCH) for i in range(2)]
+    scales = scale_words(f)
+    s = own_logits((logits_any if any_scale else usual_logits)(f, scales))
+    own = list(zip(*scales, strict=True))
     words = first_values(f)
     weights(f, state, s, own, any_scale)
     add_values(f, words, ptx.less(it + 1, end), state, any_scale)

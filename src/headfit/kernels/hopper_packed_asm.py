@@ -114,12 +114,6 @@ def stmatrix4(a, v):
     asm([], [a, *v], code, "r,r,r,r,r,~{memory}")
 
 
-def ldmatrix4(a):
-    """Four 8x8 matrices of 16-bit units, as `stmatrix4` stored them."""
-    code = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];"
-    return asm([Int32] * 4, [a], code, "=r,=r,=r,=r,r,~{memory}")
-
-
 def store128_if(p, v, flag):
     """Store four words to global memory where ``flag``."""
     code = "{ .reg .pred p; setp.ne.s32 p, $5, 0; @p st.global.v4.b32 [$0], {$1,$2,$3,$4}; }"

@@ -62,7 +62,7 @@ def scores(f, it, steps=KEY_STEPS):
 
 def read_weights(f, it, k):
     """Weights of the k-th 16 keys of tile ``it``: this thread's part of the operand."""
-    return pasm.ldmatrix4((f.weights + (it & 1) * at.BLOCK_BYTES) ^ (32 * k))
+    return ptx.ldmatrix4((f.weights + (it & 1) * at.BLOCK_BYTES) ^ (32 * k))
 
 
 def others_weights(f, it):

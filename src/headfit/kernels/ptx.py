@@ -99,6 +99,12 @@ def sts64f(a, v, off=0):
     asm([], [a, *v], f"st.shared.v2.f32 [$0+{off}], {{$1,$2}};", "r,f,f,~{memory}")
 
 
+def ldmatrix4(a, off=0):
+    """Four 8x8 matrices of 16-bit units, as they are."""
+    code = f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$0,$1,$2,$3}}, [$4+{off}];"
+    return asm([Int32] * 4, [a], code, "=r,=r,=r,=r,r,~{memory}")
+
+
 def ldmatrix_trans4(a, off=0):
     """Four 8x8 matrices of 16-bit units, each transposed."""
     code = f"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$0,$1,$2,$3}}, [$4+{off}];"

@@ -101,25 +101,6 @@ def wgmma_wait_for(pending, values):
     return asm([Float32] * n, values, f"wgmma.wait_group.sync.aligned {pending};", constraints)
 
 
-def wgmma(acc, a, descriptor, off, kind, start=False):
-    """``acc + a b``: a from registers (64 x 16), b from shared memory (16 x N, rows of 128 swizzled bytes, K-major).
-
-    ``acc`` are N / 2 float32 of this thread; ``descriptor`` is the low word of b's descriptor, ``off`` bytes are added
-    to its address; ``start`` leaves the old accumulator out. ``kind`` is "f16" or "bf16".
-    """
-    n = len(acc)
-    d = ",".join(f"${i}" for i in range(n))
-    b = 2 * n
-    code = (
-        f"{{ .reg .pred p; .reg .b32 l,h; .reg .b64 d; setp.ne.b32 p, {0 if start else 1}, 0; "
-        f"add.s32 l, ${b + 4}, {off >> 4}; mov.b32 h, 0x40000040; mov.b64 d, {{l,h}}; "
-        f"wgmma.mma_async.sync.aligned.m64n{2 * n}k16.f32.{kind}.{kind} {{{d}}}, "
-        f"{{${b},${b + 1},${b + 2},${b + 3}}}, d, p, 1, 1, 0; }}"
-    )
-    constraints = ",".join(["=f"] * n + [str(i) for i in range(n)]) + ",r,r,r,r,r,~{memory}"
-    return asm([Float32] * n, [*acc, *a, descriptor], code, constraints)
-
-
 # --- clusters
 
 
