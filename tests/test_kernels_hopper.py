@@ -266,14 +266,14 @@ def test_a_kernel_that_cannot_be_built_hands_over_and_says_so_once(monkeypatch, 
         raise hopper_build.CannotBuildError(f"{spec.name}: no compiler")
 
     monkeypatch.setattr(hopper_build, "binary", fail)
-    hopper._why_not_built.cache_clear()
+    hopper.why_not_built.cache_clear()
     q = CALL.q.as_subclass(type("Cuda", (torch.Tensor,), {"device": torch.device("cuda", 0)}))
     call = dataclasses.replace(CALL, q=q)
     with archs.override("sm_90"):
         assert hopper.unsupported(call) == "native heads=8: no compiler"
         assert hopper.unsupported(call) == "native heads=8: no compiler"
     assert caplog.text.count("native heads=8: no compiler; its calls go to another backend") == 1
-    hopper._why_not_built.cache_clear()
+    hopper.why_not_built.cache_clear()
 
 
 def test_capability_is_every_head_count_on_its_chip_alone() -> None:
@@ -349,8 +349,8 @@ def launched(monkeypatch, held) -> list[dict]:
 
     def kernel(name, device, build):
         def launch(grid, stream, parameters, *, early=False, cluster=1):
-            assert parameters is hopper._buffer.pointers
-            values = hopper_abi.LAYOUT.unpack_from(hopper._buffer.data)
+            assert parameters is hopper.buffer.pointers
+            values = hopper_abi.LAYOUT.unpack_from(hopper.buffer.data)
             named = dict(zip((n for n, _ in hopper_abi.PARAMETERS), values, strict=True))
             seen.append({"name": name, "grid": grid, "stream": stream, "early": early, "cluster": cluster, **named})
 
@@ -584,7 +584,7 @@ def test_warmup_makes_ready_what_calls_may_launch(launched, monkeypatch) -> None
 
 
 def test_warmup_leaves_out_what_cannot_be_built(launched, monkeypatch) -> None:
-    monkeypatch.setattr(hopper, "_why_not_built", lambda spec: "no compiler" if spec is hopper.MERGE else None)
+    monkeypatch.setattr(hopper, "why_not_built", lambda spec: "no compiler" if spec is hopper.MERGE else None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     done: dict[str, float] = {}

@@ -22,7 +22,7 @@ needs_dsl = pytest.mark.skipif(hopper_build.why_no_compiler() is not None, reaso
 
 
 @needs_dsl
-@pytest.mark.parametrize("spec", hopper.SPECS, ids=lambda spec: spec.name.replace(" ", "-"))
+@pytest.mark.parametrize("spec", hopper_report.SPECS, ids=lambda spec: spec.name.replace(" ", "-"))
 def test_binary_compiles_and_takes_what_the_table_says(spec: Spec) -> None:
     found = hopper_report.resources(hopper_build.compile_spec(spec))
     assert hopper_report.problems(spec, found) == []
@@ -34,8 +34,8 @@ def test_binary_compiles_and_takes_what_the_table_says(spec: Spec) -> None:
 
 def test_table_covers_every_binary() -> None:
     for version, table in TABLE.items():
-        assert set(table) == {spec.name for spec in hopper.SPECS}, version
-        for spec in hopper.SPECS:
+        assert set(table) == {spec.name for spec in hopper_report.SPECS}, version
+        for spec in hopper_report.SPECS:
             assert hopper_report.problems(spec, hopper_report.Resources(**table[spec.name])) == [], version
 
 
@@ -45,7 +45,7 @@ def test_an_sm_holds_as_many_as_a_plan_counts_on() -> None:
 
 
 @needs_dsl
-@pytest.mark.parametrize("spec", hopper.SPECS, ids=lambda spec: spec.name.replace(" ", "-"))
+@pytest.mark.parametrize("spec", hopper_report.SPECS, ids=lambda spec: spec.name.replace(" ", "-"))
 def test_nothing_global_is_touched_before_the_kernel_before_is_waited_for(spec: Spec) -> None:
     sass = hopper_report._disassembly(hopper_build.compile_spec(spec).image)
     if sass is None:

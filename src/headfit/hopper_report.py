@@ -16,10 +16,11 @@ from pathlib import Path
 
 from headfit import arch as archs
 from headfit.binaries import faults, put_figures, unwritten_reads
-from headfit.kernels import hopper, hopper_build
+from headfit.kernels import hopper, hopper_build, hopper_wide
 from headfit.kernels.hopper_build import Binary, Spec
 
 CHIP = archs.named("sm_90")
+SPECS = (*hopper.SPECS, *hopper_wide.SPECS)
 REGISTERS, THREADS = 64 * 1024, 2048  # of an SM
 RESERVED = 1024  # bytes of shared memory that each CTA takes beside its own
 
@@ -75,7 +76,7 @@ def problems(spec: Spec, found: Resources) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     """Compile all, print a line each; 1 if a binary may not be shipped."""
     parser = argparse.ArgumentParser(prog="python -m headfit.hopper_report", description=__doc__)
-    names = [spec.name for spec in hopper.SPECS]
+    names = [spec.name for spec in SPECS]
     parser.add_argument("names", nargs="*", default=names, help=f"binaries: {', '.join(names)}; all of them by default")
     parser.add_argument("--keep", metavar="FOLDER", type=Path, help="leave the cubins there")
     parser.add_argument("--write", metavar="FILE", type=Path, help="put the figures into this JSON table")
@@ -85,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"names: got {', '.join(sorted(unknown))}, accepted are {', '.join(names)}")
     table: dict[str, dict[str, int | None]] = {}
     bad: list[str] = []
-    for spec in hopper.SPECS:
+    for spec in SPECS:
         if spec.name not in arguments.names:
             continue
         binary = hopper_build.compile_spec(spec)

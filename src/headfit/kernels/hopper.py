@@ -66,7 +66,7 @@ PACKED_ROWS: Final = 512
 # at 4096 rows. Longer lists of a heavily compressed layer have the shapes of chosen keys, and go with them.
 PACKED_LANES: Final = 448
 ZEROS: Final = 256 * 576  # bytes: rows that lanes without a key copy, with 8 scale bytes behind them (hopper_keys)
-_buffer = hopper_abi.Buffer()
+buffer = hopper_abi.Buffer()
 _zeros: dict[int, Tensor] = {}
 _launched = Recorder()
 record_variants = _launched.listen  # a context manager that yields the names
@@ -127,11 +127,11 @@ def unsupported(call: SparseCall) -> str | None:
     reason = why_not_taken(call)
     if reason is not None:
         return reason
-    return next((why for why in map(_why_not_built, plan(call, arch).specs) if why is not None), None)
+    return next((why for why in map(why_not_built, plan(call, arch).specs) if why is not None), None)
 
 
 @functools.cache
-def _why_not_built(spec: Spec) -> str | None:
+def why_not_built(spec: Spec) -> str | None:
     """Build or load ``spec`` once; a failure is logged once, and its calls go to another backend."""
     try:
         hopper_build.binary(spec)
@@ -205,7 +205,7 @@ def binaries(h_q: int) -> tuple[Spec, ...]:
 
 def make_ready(spec: Spec, device: int) -> str | None:
     """Build ``spec`` or find it in the cache, and load it on a device, the current one; why not, where that fails."""
-    reason = _why_not_built(spec)
+    reason = why_not_built(spec)
     if reason is None:
         _kernel(spec, device)
     return reason
@@ -265,22 +265,22 @@ def _launch(call: SparseCall, chosen: Plan, device: int) -> tuple[Spec, ...]:
     rows, h_q, splits = call.rows, call.h_q, chosen.splits
     spec = NATIVE[chosen.heads]
     grid = (rows * chosen.head_tiles, splits)
-    zeros = _zero_rows(call.q.device)
+    zeros = zero_rows(call.q.device)
     clustered = chosen.clustered and _in_clusters(spec, device, *grid)
     if splits == 1 or clustered:
-        hopper_abi.pack(_buffer, call, head_tiles=chosen.head_tiles, splits=splits, zeros=zeros.data_ptr())
-        _start(spec, device, grid, cluster=splits)
+        hopper_abi.pack(buffer, call, head_tiles=chosen.head_tiles, splits=splits, zeros=zeros.data_ptr())
+        launch(spec, device, grid, cluster=splits)
         return (spec,)
     # Rows times shares are at most CTAS_PER_SM an SM, so the shares of a call are small (69 MB at 128 heads).
     count = rows * splits * h_q
     shares = torch.empty(count * 514, dtype=torch.float32, device=call.q.device)
     start = shares.data_ptr()
     hopper_abi.pack(
-        _buffer, call, head_tiles=chosen.head_tiles, splits=splits,
+        buffer, call, head_tiles=chosen.head_tiles, splits=splits,
         partial=start, peaks=start + count * 2048, totals=start + count * 2052, zeros=zeros.data_ptr(),
     )  # fmt: skip
-    _start(spec, device, grid)
-    _start(MERGE, device, (rows, h_q))
+    launch(spec, device, grid)
+    launch(MERGE, device, (rows, h_q))
     return spec, MERGE
 
 
@@ -294,22 +294,22 @@ def _launch_packed(call: SparseCall, chosen: Plan, device: int) -> tuple[Spec, .
     """Launch the kernels of packing, and return them."""
     # Nothing has to be cleared. The allocator gives the memory to later work of this stream, or graph, alone.
     work = torch.empty(work_words(call.rows), dtype=torch.int32, device=call.q.device)
-    zeros = _zero_rows(call.q.device)
-    hopper_abi.pack(_buffer, call, head_tiles=chosen.head_tiles, work=work.data_ptr(), zeros=zeros.data_ptr())
+    zeros = zero_rows(call.q.device)
+    hopper_abi.pack(buffer, call, head_tiles=chosen.head_tiles, work=work.data_ptr(), zeros=zeros.data_ptr())
     groups = -(-call.rows // GROUP)
     grids = groups, chosen.packed, chosen.packed, groups * chosen.head_tiles
     for spec, ctas in zip(chosen.specs, grids, strict=True):
-        _start(spec, device, (ctas, 1))
+        launch(spec, device, (ctas, 1))
     return chosen.specs
 
 
-def _start(spec: Spec, device: int, grid: tuple[int, int], cluster: int = 1) -> None:
+def launch(spec: Spec, device: int, grid: tuple[int, int], cluster: int = 1) -> None:
     """Launch one kernel with the parameters in the buffer, on PyTorch's current stream of ``device``, the current."""
     stream, early = cubin.current_stream(device), spec.name in EARLY
-    _kernel(spec, device).launch(grid, stream, _buffer.pointers, early=early, cluster=cluster)
+    _kernel(spec, device).launch(grid, stream, buffer.pointers, early=early, cluster=cluster)
 
 
-def _zero_rows(device: torch.device) -> Tensor:
+def zero_rows(device: torch.device) -> Tensor:
     """Zeros on ``device``, made by its first call and kept.
 
     The copy from the host waits for the device, once, so that every stream finds them. A call under graph capture can

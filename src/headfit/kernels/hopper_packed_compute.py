@@ -42,6 +42,10 @@ class Frame:
         row = self.warp * 16 + (lane & 15)
         self.weights = base + at.P + row * 128 + (((lane >> 4) ^ (row & 7)) << 4)
 
+    def ahead(self, members, parity, t, it):
+        """`Ahead` of tile ``it``, which is tile ``t`` of its task, None for the first."""
+        return Ahead(self, members, parity, t, it)
+
     def release(self, it):
         """This warp has read tile ``it``."""
         ptx_async.mbarrier_arrive_if(self.base + at.EMPTY + at.ring(it)[0] * 8, self.leader)
@@ -118,9 +122,15 @@ class Ahead:
 
     def __init__(self, f, members, parity, t, it):
         self.f, self.first, self.buffer = f, t is None, it & 1
-        record = f.base + at.TASK + parity * (4 * at.RECORD)
+        self.some = self.look(members, parity, t)
+        self.peaks = f.base + at.PEAK + parity * 256 + f.m * 4
+        self.old = [Float32(MINUS_INF) if self.first else ptx.lds32f(self.peaks, 32 * lane) for lane in range(2)]
+
+    def look(self, members, parity, t):
+        """Where the lanes' rows have keys; whether one has not all of the tile."""
+        record = self.f.base + at.TASK + parity * (4 * at.RECORD)
         begin = Int32(0) if t is None else t * at.TILE
-        place, some, self.lanes = begin + 2 * f.c, Int32(0), []
+        place, some, self.lanes = begin + 2 * self.f.c, Int32(0), []
         for member in members:
             begin1, end1, begin2, end2 = ptx.lds128(record + 16 * member, 16)
             sides = [(place - begin1, end1 - begin1), (place - begin2, end2 - begin2)]
@@ -129,22 +139,16 @@ class Ahead:
                 ptx.less(begin, low) | ptx.less(high, begin + at.TILE) for low, high in ((begin1, end1), (begin2, end2))
             ]
             some = some | (outside[0] & outside[1])
-        self.some = ptx.ballot(some)
-        self.peaks = f.base + at.PEAK + parity * 256 + f.m * 4
-        self.old = [Float32(MINUS_INF) if self.first else ptx.lds32f(self.peaks, 32 * lane) for lane in range(2)]
+        return ptx.ballot(some)
+
+    def keep(self, x, i):
+        """The thread's i-th score, -inf where the lane's row does not have the key."""
+        return pasm.keep_inside(x, *self.lanes[(i >> 1) & 1], 8 * (i >> 2) + (i & 1))
 
     def mask(self, s):
         """Scores times the scale, -inf where the lane's row does not have the key."""
         s = [ptx.fmul(x, self.f.p.scale_log2) for x in s]
-
-        def select(v):
-            v = list(v)
-            for i in range(len(v)):
-                off = 8 * (i >> 2) + (i & 1)
-                v[i] = pasm.keep_inside(v[i], *self.lanes[(i >> 1) & 1], off)
-            return v
-
-        return pasm.choose(self.some, s, select)
+        return pasm.choose(self.some, s, lambda v: [self.keep(x, i) for i, x in enumerate(v)])
 
     def raise_peak(self, s, lane):
         """A lane's new maximum, the finite one its weights are relative to, the factor of its sums, raised or not."""
@@ -248,7 +252,7 @@ def compute(f, queries, sinks, parity, keys, first_tile):
     def opening(state):
         """Tile 0."""
         s = scores(f, first_tile)
-        ahead = Ahead(f, members, parity, None, first_tile)
+        ahead = f.ahead(members, parity, None, first_tile)
         s = ptx_async.wgmma_wait_for(0, s)
         free_queries(f, ptx.less(tiles, Int32(3)))
         return own_values(f, first_tile, steps(Int32(0)), state, ahead, *ahead.weights(s))
@@ -261,7 +265,7 @@ def compute(f, queries, sinks, parity, keys, first_tile):
         s = scores(f, it, width)
         state = others_factors(f, it - 1, state)
         acc = values(f, it - 1, others_weights(f, it - 1), state[:ACC])
-        ahead = Ahead(f, members, parity, t, it)
+        ahead = f.ahead(members, parity, t, it)
         s = ptx_async.wgmma_wait_for(1, s)
         free_queries(f, ptx.less(tiles, t + 3))
         weights = ahead.weights(s)

@@ -14,7 +14,7 @@ import torch
 
 from headfit.cache import LAYOUTS, empty_cache
 from headfit.call import KeySet, SparseCall
-from headfit.kernels import hopper
+from headfit.kernels import hopper, hopper_wide
 from headfit.kernels import triton as backend
 
 
@@ -85,7 +85,9 @@ def _once(
 
 def _once_hopper(call: SparseCall, done: dict[str, float]) -> None:
     """All Hopper binaries for calls of this width, if they take such calls; and one call, which makes what is kept."""
-    missing = [spec for spec in hopper.binaries(call.q.shape[2]) if f"hopper {spec.name}" not in done]
+    h_q = call.q.shape[2]
+    specs = hopper.binaries(h_q) + (hopper_wide.SPECS if h_q > max(hopper.NATIVE) else ())
+    missing = [spec for spec in specs if f"hopper {spec.name}" not in done]
     if not missing or hopper.why_not_taken(call) is not None:
         return
     for spec in missing:
