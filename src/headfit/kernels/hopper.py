@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -109,25 +110,31 @@ def available() -> str | None:
 
 @functools.cache
 def _why_not_here() -> str | None:
-    reason = cubin.is_there()
-    if reason is not None:
-        return reason
-    missing = [spec.name for spec in SPECS if not hopper_build.in_cache(spec)]
+    return cubin.is_there() or why_missing(SPECS)
+
+
+def why_missing(specs: Sequence[Spec]) -> str | None:
+    """Why some of ``specs`` are neither compiled nor to be compiled on this machine; None where all are."""
+    missing = [spec.name for spec in specs if not hopper_build.in_cache(spec)]
     compiler = hopper_build.why_no_compiler() if missing else None
     return None if compiler is None else f"{', '.join(missing)}: not in {hopper_build.folder()}, and {compiler}"
 
 
 def unsupported(call: SparseCall) -> str | None:
     """Why this call cannot be taken, or None. The first call of a head tile compiles its binary where it has to."""
-    if call.q.device.type != "cuda":
-        return f"runs on cuda tensors, q is on {call.q.device.type}"
-    arch = archs.current(call.q.device)
-    if arch.capability != CHIP:
-        return f"runs on compute capability {CHIP}, q is on {arch.capability}"
-    reason = why_not_taken(call)
+    reason = why_elsewhere(call) or why_not_taken(call)
     if reason is not None:
         return reason
-    return next((why for why in map(why_not_built, plan(call, arch).specs) if why is not None), None)
+    specs = plan(call, archs.current(call.q.device)).specs
+    return next((why for why in map(why_not_built, specs) if why is not None), None)
+
+
+def why_elsewhere(call: SparseCall) -> str | None:
+    """Why no Hopper kernel runs where the tensors of ``call`` are, or None."""
+    if call.q.device.type != "cuda":
+        return f"runs on cuda tensors, q is on {call.q.device.type}"
+    found = archs.current(call.q.device).capability
+    return None if found == CHIP else f"runs on compute capability {CHIP}, q is on {found}"
 
 
 @functools.cache

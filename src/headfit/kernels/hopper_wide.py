@@ -21,7 +21,7 @@ import torch
 from headfit import arch as archs
 from headfit.call import SparseCall
 from headfit.capability import Capability
-from headfit.kernels import hopper, hopper_abi, hopper_build
+from headfit.kernels import hopper, hopper_abi
 from headfit.kernels.hopper_build import Spec
 from headfit.kernels.recording import Recorder
 
@@ -62,25 +62,17 @@ class Plan:
 
 def available() -> str | None:
     """None where an SM90 is there, and the kernels are compiled or can be; else why not, with the remedy."""
-    reason = hopper.available()
-    return _why_not_here() if reason is None else reason
+    return hopper.available() or _why_not_here()
 
 
 @functools.cache
 def _why_not_here() -> str | None:
-    missing = [spec.name for spec in SPECS if not hopper_build.in_cache(spec)]
-    compiler = hopper_build.why_no_compiler() if missing else None
-    return None if compiler is None else f"{', '.join(missing)}: not in {hopper_build.folder()}, and {compiler}"
+    return hopper.why_missing(SPECS)
 
 
 def unsupported(call: SparseCall) -> str | None:
     """Why this call cannot be taken, or None. The first call compiles the binaries where it has to."""
-    if call.q.device.type != "cuda":
-        return f"runs on cuda tensors, q is on {call.q.device.type}"
-    arch = archs.current(call.q.device)
-    if arch.capability != hopper.CHIP:
-        return f"runs on compute capability {hopper.CHIP}, q is on {arch.capability}"
-    reason = why_not_taken(call)
+    reason = hopper.why_elsewhere(call) or why_not_taken(call)
     if reason is not None:
         return reason
     return next((why for why in map(hopper.why_not_built, plan(call).specs) if why is not None), None)
