@@ -169,6 +169,22 @@ def test_whether_rows_are_packed_does_not_depend_on_the_heads() -> None:
             assert len({(c.packed, c.splits) for h in range(1, 129) for c in [plan(rows, h, topk)]}) == 1
 
 
+def test_an_output_over_its_queries_is_not_packed() -> None:
+    """What is computed again reads q again. Other tensors of one allocation do not count."""
+    call = a_call(521, topk=(16,), device="cpu")
+    chip = archs.named("sm_90")
+    buffer = torch.empty(3 * 521, 1, 8, 512, dtype=torch.bfloat16)
+    q = buffer[521 : 2 * 521]
+    for out, on in (
+        (q, False), (torch.from_dlpack(q), False), (buffer[522 : 522 + 521], False), (buffer[: 521 + 1][1:], False),
+        (buffer[:521], True), (buffer[2 * 521 :], True), (torch.empty_like(q), True),
+    ):  # fmt: skip
+        assert (hopper.plan(dataclasses.replace(call, q=q, out=out), chip).packed > 0) is on
+    interleaved = torch.empty(521, 1, 16, 512, dtype=torch.bfloat16)
+    apart = dataclasses.replace(call, q=interleaved[:, :, :8], out=interleaved[:, :, 8:])
+    assert not hopper.plan(apart, chip).packed  # disjoint, but that is not looked for
+
+
 def test_packing_is_switched_off_by_the_environment(monkeypatch) -> None:
     for text, on in (("off", False), ("0", False), ("on", True), ("", True)):
         monkeypatch.setenv("HEADFIT_PACKING", text)
@@ -205,6 +221,9 @@ def test_host_and_kernels_agree_on_groups() -> None:
     assert hopper_packed_place.GROUP == hopper.GROUP
     assert 1 + 4 + 2 * hopper_packed_place.RECORD == hopper.GROUP_WORDS
     assert hopper_expand_sums.GROUPS_LIMIT == hopper.GROUPS_LIMIT
+    for rows in (1, 8, 512, 513, 4096, 32768):
+        work = hopper_packed_place.Work(SimpleNamespace(rows=rows, work=0))
+        assert hopper.work_words(rows) == work.padded * hopper.GROUP_WORDS + 2 * work.room * 256
     assert hopper_union_place.LANES_LIMIT >= hopper.PACKED_LANES
 
 

@@ -63,7 +63,7 @@ GROUPS_LIMIT: Final = 4096  # of a call, as `hopper_expand_sums` has it
 PACKED_ROWS: Final = 512
 # ... and to this number of lanes a row, of both lists. The lists decide group by group on the device, so this is about
 # what trying costs. Lists of a window (128) and short ones of a heavily compressed layer overlap nearly whole; those of
-# chosen keys, 128 + 512 and more, hardly do, and finding that out takes 7 us and three launches more, of 320 to 600 us
+# chosen keys, 128 + 512 and more, hardly do, and finding that out takes 7 us and three launches more, of 300 to 570 us
 # at 4096 rows. Longer lists of a heavily compressed layer have the shapes of chosen keys, and go with them.
 PACKED_LANES: Final = 448
 ZEROS: Final = 256 * 576  # bytes: rows that lanes without a key copy, with 8 scale bytes behind them (hopper_keys)
@@ -193,14 +193,28 @@ def capability(compute_capability: tuple[int, int] | None = None) -> Capability:
 
 
 def plan(call: SparseCall, arch: archs.Arch) -> Plan:
-    """The launches of a call, from its shapes, the chip and ``HEADFIT_PACKING`` alone."""
+    """The launches of a call, from its shapes, the chip, ``HEADFIT_PACKING`` and whether out lies over q."""
     b, s_q, h_q, _ = call.q.shape
     topk = tuple([keys.topk for keys in call.key_sets])
     invariant = call.batch_invariant
     packing = not invariant and may_pack(b * s_q, sum(topk)) and bool(env.read("HEADFIT_PACKING"))
-    if packing and call.q.untyped_storage().data_ptr() == call.out.untyped_storage().data_ptr() != 0:
+    if packing and _meet(call.q, call.out):
         packing = False  # a group whose keys turn out not to be finite is computed again, from q
     return _planned(b * s_q, h_q, topk, invariant, packing, arch.sms)
+
+
+def _meet(a: Tensor, b: Tensor) -> bool:
+    """Whether the memory from first to last element of one tensor meets that of the other; tensors of the meta device
+    have none."""
+    (a_begin, a_end), (b_begin, b_end) = _span(a), _span(b)
+    return 0 < a_begin < b_end and 0 < b_begin < a_end
+
+
+def _span(t: Tensor) -> tuple[int, int]:
+    """Addresses of the first byte of a tensor with elements, and of the one behind its last."""
+    begin = t.data_ptr()
+    last = sum([(size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)])
+    return begin, begin + (last + 1) * t.element_size()
 
 
 def binaries(h_q: int) -> tuple[Spec, ...]:

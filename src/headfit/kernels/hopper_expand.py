@@ -113,7 +113,7 @@ class Jobs:
         state = pasm.choose(unusual, words + bad, lambda state: self.scale_further(state, scale))
         words, bad = [state[8 * i : 8 * i + 8] for i in range(AT_ONCE)], state[8 * AT_ONCE :]
         self.write(table, first, words)
-        ptx.when(ptx.ballot(either(bad)), lambda: self.spoil(second, table, first, groups, words, bad))
+        ptx.when(ptx.ballot(any_of(bad)), lambda: self.spoil(second, table, first, groups, words, bad))
 
     def locate(self, second, table, x, end, group):
         """The address of the key at place x, and a scale of it; eight lanes look for one key, a row and a scale each.
@@ -249,7 +249,7 @@ def pick(number, words):
     return word
 
 
-def either(words):
+def any_of(words):
     """The bits of all words."""
     found = words[0]
     for word in words[1:]:

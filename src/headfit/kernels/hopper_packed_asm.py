@@ -1,4 +1,4 @@
-"""What the packed kernel needs of PTX and of control flow beyond ``ptx.py``: loops, both-operands-in-memory products.
+"""What the packed kernel needs of PTX and of control flow beyond ``ptx.py``: loops, products of bf16.
 
 Belongs here: inline assembly and structured control flow, one function each, in the conventions of ``ptx.py``. Does not
 belong here: layouts and decisions (``hopper_packed*.py``).
@@ -56,7 +56,7 @@ def set_registers(count, more):
     asm([], [], f"setmaxnreg.{'inc' if more else 'dec'}.sync.aligned.u32 {count};", "~{memory}")
 
 
-def products(acc, a, b, steps, pitches, columns_first=False, start=False, commit=True):
+def products(acc, a, b, steps, pitches, columns_first=False, start=False):
     """``acc + sum of a_k b_k`` over k16 steps, bf16, b from shared memory, under way when this returns.
 
     ``acc``: N / 2 float32 of this thread; ``a``: low word of the operand's descriptor, or, from registers, four words
@@ -86,7 +86,7 @@ def products(acc, a, b, steps, pitches, columns_first=False, start=False, commit
             f"wgmma.mma_async.sync.aligned.m64n{2 * n}k16.f32.bf16.bf16 {{{d}}}, {left}, db, p, 1, 1, "
             f"{'' if here else '0, '}{int(columns_first)}; "
         )
-    code += ("wgmma.commit_group.sync.aligned; " if commit else "") + "}"
+    code += "wgmma.commit_group.sync.aligned; }"
     constraints = ",".join(["=f"] * n + [str(i) for i in range(n)] + ["r"] * (len(operands) + 1)) + ",~{memory}"
     return asm([Float32] * n, [*acc, *operands, b], code, constraints)
 

@@ -21,7 +21,7 @@ from headfit.kernels import ptx, ptx_async
 MINUS_INF, PLUS_INF = float("-inf"), float("inf")
 SLACK = 8.0  # log2: how far a score may exceed the maximum it is relative to
 LN_2, LOG2_E = 0.6931471805599453, 1.4426950408889634
-FACTORS_BARRIER = 1  # named barrier of both computing warpgroups
+SUMS_BARRIER = 1  # named barrier of both computing warpgroups
 SCORE_STEPS = [(b * at.BLOCK_BYTES + 32 * k, b * at.PLANE_BYTES + 32 * k) for b in range(8) for k in range(4)]
 KEY_STEPS = at.TILE // 16  # of p v, for a whole tile
 PITCHES = (1024, at.CHUNK_BYTES)  # bytes between 8 lanes of queries or weights, and between 8 keys
@@ -274,7 +274,7 @@ def compute(f, queries, sinks, parity, keys, first_tile):
         return own_values(f, it, steps(t), state, ahead, *weights)
 
     def further(n, state):
-        """The n-th further tile of this warpgroup. The last of a window has few keys."""
+        """The n-th further tile of this warpgroup. The last may have few keys: 8 with 128 + 256 dense."""
         t = 2 * n + 2 - turn
         few = ptx.less(steps(t), Int32(2))
         return pasm.either(few, state, lambda v: one(t, v, 1), lambda v: one(t, v, KEY_STEPS))
@@ -302,7 +302,8 @@ def finish(f, queries, sinks, parity, state):
         for distance in (1, 2):
             total = ptx.fadd(total, ptx.shfl_xor(total, distance))
         ptx.when(f.speaker, lambda total=total, lane=lane: ptx.sts32f(place + f.wg * 256, total, 32 * lane))
-    ptx.sync(256, FACTORS_BARRIER)
+    # The next task but one reuses these places: its queries are not there before all warps are past the next one.
+    ptx.sync(256, SUMS_BARRIER)
     factors = []
     for lane in range(2):
         total = ptx.fadd(ptx.lds32f(place, 32 * lane), ptx.lds32f(place, 256 + 32 * lane))

@@ -48,7 +48,7 @@ class Loader:
                 return pasm.loop(begin, end, [it], lambda t, it: [self.copy_tile(t, *it, keys, *chunks)])[0]
 
             last = ptx.pick32(keys_too, at.tiles_of(keys), Int32(0))
-            # The first two tiles have room before the queries are there, which the last scores have to be for.
+            # The first two tiles have room before the queries have: the last scores of the task before read those.
             it = tiles(it, Int32(0), ptx.min32(last, Int32(1)))
             self.copy_queries(i, keys)
             it = tiles(it, Int32(1), ptx.min32(last, Int32(2)))

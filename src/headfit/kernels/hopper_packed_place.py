@@ -13,7 +13,7 @@ flags      int32 [G]       1: packed, 0: the native kernel has to compute the ro
 sums       int32 [G][4]    of either set: keys that the group adds behind the group before, and all; -1: does not pay
 rows       int32 [G][64]   [set][row]: lane of the first key, keys, how many of them the row before has not, and how
                            many the group's rows behind it add
-groups     int32 [G][64]   keys (8 a chunk; 0: not packed), chunks of the first set, first chunk of either set, then
+groups     int32 [G][64]   where the flag is 1: keys (8 a chunk), chunks of the first set, first chunk of either set,
                            [row]: begin and end of its interval of the first set, and of the second, counted from the
                            first key of the group's first chunk, the second set's behind the chunks of the first
 sequences  bf16            of the first set, then of the second: `Work.room` keys each

@@ -36,9 +36,8 @@ from headfit.kernels.hopper_rows import RowLists
 from headfit.kernels.hopper_union_place import LANES_LIMIT, PITCH, THREADS
 
 NONE = 0x7FFFFFFF
-HOLES = -(
-    1 << 20
-)  # in place of its lanes, of a list that has some without a key between others: below any sum of lanes
+# In place of its lanes, of a list that has some without a key between others: below any sum of lanes.
+HOLES = -(1 << 20)
 
 
 def union():
