@@ -106,7 +106,7 @@ class Keys:
             source = ptx.pick64(valid, begin + ptx.wide(offset, Int64(ROW_BYTES)), nothing)
             ptx.sts64(f.sources + parity * 512 + key * 8, ptx.words(source))
             scales = ptx.pick64(valid, scales, p.zeros + Int64(ZERO_ROWS * ROW_BYTES))
-            ptx_async.copy_async8(f.raw + key * PITCH + SCALES + parity * 8, scales, 8 - valid)
+            ptx_async.copy_async(f.raw + key * PITCH + SCALES + parity * 8, scales, 8, 8 - valid)
             ptx_async.mbarrier_arrive_after_copies(f.full + parity * 8)
             self.send_index(it + TURNS, end)
 

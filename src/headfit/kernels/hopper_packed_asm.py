@@ -114,11 +114,6 @@ def stmatrix4(a, v):
     asm([], [a, *v], code, "r,r,r,r,r,~{memory}")
 
 
-def store128_if(p, v, flag):
-    """Store four words to global memory where ``flag``."""
-    code = "{ .reg .pred p; setp.ne.s32 p, $5, 0; @p st.global.v4.b32 [$0], {$1,$2,$3,$4}; }"
-    asm([], [p, *v, flag], code, "l,r,r,r,r,r,~{memory}")
-
 
 def greater(a, b):
     """``a > b`` of float32, false for NaN."""
@@ -130,11 +125,6 @@ def shift_right(a, n):
     return asm([Int32], [a, n], "shr.u32 $0, $1, $2;", "=r,r,r", False)[0]
 
 
-def copy16_async(target, source, size, to=0, off=0):
-    """Begin to copy 16 bytes from global to shared memory; ``size`` 0 writes zeros and reads nothing."""
-    code = f"cp.async.cg.shared.global [$0+{to}], [$1+{off}], 16, $2;"
-    asm([], [target, source, size], code, "r,l,r,~{memory}")
-
 
 def copy_bulk_if(target, source, size, barrier, flag):
     """Begin to copy a constant ``size`` of bytes where ``flag``, by the copy engine; they count on ``barrier``."""
@@ -143,8 +133,3 @@ def copy_bulk_if(target, source, size, barrier, flag):
         f"@p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], {size}, [$2]; }}"
     )
     asm([], [target, source, barrier, flag], code, "r,l,r,r,~{memory}")
-
-
-def wait_copies():
-    """Wait for all of this thread's copies."""
-    asm([], [], "cp.async.wait_all;", "~{memory}")

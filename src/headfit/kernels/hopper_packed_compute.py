@@ -347,4 +347,4 @@ def write_lane(f, query, x):
         got = [ptx.shfl_xor_bits(ptx.pick32(high, *both), 2) for both in zip(*pairs, strict=True)]
         first = [ptx.pick32(high, g, own) for g, own in zip(got, pairs[0], strict=True)]
         second = [ptx.pick32(high, own, g) for g, own in zip(got, pairs[1], strict=True)]
-        pasm.store128_if(row + Int64(8 * n), first + second, query.valid)
+        ptx.stg128_if(row + Int64(8 * n), first + second, query.valid)

@@ -92,18 +92,18 @@ class Loader:
         def copy():
             of_record = ptx.at(tasks.work.record(group), thread * 16)
             some = ptx.less(thread, Int32(RECORD_PIECES))
-            ptx.when(some, lambda: pasm.copy16_async(record + thread * 16, of_record, Int32(16)))
+            ptx.when(some, lambda: ptx_async.copy_async(record + thread * 16, of_record, 16))
             for block in range(8):
                 for n, (source, size) in enumerate(sources):
                     to = block * at.BLOCK_BYTES + n * 512
-                    pasm.copy16_async(self.places[n & 1], source, size, to, block * 128)
+                    ptx_async.copy_async(self.places[n & 1], source, 16, size, to, block * 128)
 
         ptx.when(keys, copy)
         ptx.when(ptx.equal(thread, Int32(0)), lambda: ptx.sts32(record, keys, at.KEYS))
 
     def arrived(self):
         """What this warp copied for a task is there, for the matrix unit too."""
-        pasm.wait_copies()
+        ptx_async.wait_copies()
         ptx_async.fence_async()
         ptx.sync_warp()
         ptx_async.mbarrier_arrive_if(self.base + at.Q_FULL, ptx.equal(self.lane, Int32(0)))

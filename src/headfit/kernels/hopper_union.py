@@ -70,7 +70,8 @@ def compare(g, leads):
     row = Row(g)
     row.copy()
     row.know_lengths()
-    uasm.wait_copies()
+    ptx_async.wait_copies()
+    ptx.sync_warp()
     row.examine()
     ptx.sync(THREADS)
     ptx.when(leads ^ 1, row.compare)
@@ -97,7 +98,7 @@ class Row(RowLists):
 
                 def one(i, state):
                     off = i * (32 * width) + begin
-                    uasm.copy_async(target + off, ptx.at(source, off), width)
+                    ptx_async.copy_async(target + off, ptx.at(source, off), width)
                     return state
 
                 pasm.loop(Int32(0), (size - begin + (32 * width - 1)) >> (32 * width).bit_length() - 1, [], one)

@@ -1,4 +1,4 @@
-"""What the union prepass needs of PTX beyond ``ptx.py``: copies of lists, comparisons of them, steps of a warp.
+"""What the union prepass needs of PTX beyond ``ptx.py``: comparisons of lists, steps of a warp, bits.
 
 Belongs here: inline assembly, one function each, in the conventions of ``ptx.py``. Does not belong here: what is
 compared or added up, and why (``hopper_union.py``, ``hopper_expand.py``).
@@ -11,17 +11,6 @@ from cutlass import Int32
 from headfit.kernels.ptx import asm
 
 # --- lists
-
-
-def copy_async(target, source, size):
-    """Begin to copy 4 or 16 bytes from global to shared memory."""
-    cache = "cg" if size == 16 else "ca"
-    asm([], [target, source], f"cp.async.{cache}.shared.global [$0], [$1], {size};", "r,l,~{memory}")
-
-
-def wait_copies():
-    """Wait for the copies of this warp."""
-    asm([], [], "cp.async.wait_all; bar.warp.sync 0xffffffff;", "~{memory}")
 
 
 def highest_if(high, word, i, n):

@@ -59,11 +59,6 @@ def keep_where(x, word, bit):
     return asm([Float32], [x, word, Float32(float("-inf"))], code, "=f,f,r,f", False)[0]
 
 
-def copy16(target, source, to, off):
-    """Begin to copy 16 bytes from global to shared memory."""
-    asm([], [target, source], f"cp.async.cg.shared.global [$0+{to}], [$1+{off}], 16;", "r,l,~{memory}")
-
-
 def sts32_if(a, v, flag, off=0):
     """Store one word to shared memory where ``flag``."""
     code = f"{{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.shared.b32 [$0+{off}], $1; }}"

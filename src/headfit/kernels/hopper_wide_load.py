@@ -59,7 +59,8 @@ class Copier:
                 source = self.source + ptx.wide(row, Int64(place.ROW_BYTES))
                 target = self.places[i & 1] + stage * at.TILE_BYTES
                 for plane in range(8):
-                    wasm.copy16(target, source, (i >> 1) * at.CHUNK_BYTES + plane * at.PLANE_BYTES, plane * 128)
+                    to = (i >> 1) * at.CHUNK_BYTES + plane * at.PLANE_BYTES
+                    ptx_async.copy_async(target, source, 16, to=to, off=plane * 128)
 
         ptx.when(ptx.positive(rows[0]), copy)
         ptx_async.mbarrier_arrive_after_copies(self.base + place.LOADED + 8 * stage)
@@ -82,7 +83,7 @@ class Copier:
 
             def copy(target=target, source=source, size=size):
                 for block in range(8):
-                    pasm.copy16_async(target, source, size, block * at.BLOCK_BYTES, block * 128)
+                    ptx_async.copy_async(target, source, 16, size, block * at.BLOCK_BYTES, block * 128)
 
             ptx.when(some, copy)
         ptx_async.mbarrier_arrive_after_copies(self.base + place.Q_LOADED)

@@ -477,6 +477,12 @@ def stg128f(p, v):
     asm([], [p, *v], "st.global.v4.f32 [$0], {$1,$2,$3,$4};", "l,f,f,f,f,~{memory}")
 
 
+def stg128_if(p, v, flag):
+    """Store four words where ``flag``."""
+    code = "{ .reg .pred p; setp.ne.s32 p, $5, 0; @p st.global.v4.b32 [$0], {$1,$2,$3,$4}; }"
+    asm([], [p, *v, flag], code, "l,r,r,r,r,r,~{memory}")
+
+
 def stg128(p, v):
     """Store four words."""
     asm([], [p, *v], "st.global.v4.b32 [$0], {$1,$2,$3,$4};", "l,r,r,r,r,~{memory}")

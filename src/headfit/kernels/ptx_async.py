@@ -51,13 +51,24 @@ def mbarrier_expect_if(a, size, flag):
     asm([], [a, size, flag], code, "r,r,r,~{memory}")
 
 
-def copy_async8(target, source, size):
-    """Begin to copy ``size`` of 8 bytes from global to shared memory; the others become 0."""
-    asm([], [target, source, size], "cp.async.ca.shared.global [$0], [$1], 8, $2;", "r,l,r,~{memory}")
+def copy_async(target, source, width, size=None, to=0, off=0):
+    """Begin to copy 4, 8 or 16 (``width``, a constant) bytes from global to shared memory, from ``off`` to ``to``.
+
+    With ``size`` only so many bytes are read, and the others become 0.
+    """
+    cache = "cg" if width == 16 else "ca"
+    some, more, kinds = ([], "", "r,l") if size is None else ([size], ", $2", "r,l,r")
+    code = f"cp.async.{cache}.shared.global [$0+{to}], [$1+{off}], {width}{more};"
+    asm([], [target, source, *some], code, kinds + ",~{memory}")
+
+
+def wait_copies():
+    """Wait for what this thread has begun to copy with `copy_async`."""
+    asm([], [], "cp.async.wait_all;", "~{memory}")
 
 
 def mbarrier_arrive_after_copies(a):
-    """Arrive when this thread's earlier ``copy_async8`` are done."""
+    """Arrive when this thread's earlier ``copy_async`` are done."""
     asm([], [a], "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", "r,~{memory}")
 
 
