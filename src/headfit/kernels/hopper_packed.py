@@ -23,6 +23,10 @@ from headfit.kernels.hopper_params import Params, Traced
 
 COMPUTE_REGISTERS, LOAD_REGISTERS = 224, 56  # of a thread; 2 x 224 + 56 warpgroups fill the register file
 
+BARRIERS = (  # where they stand, how many, arrivals of each: a warp arrives once
+    (at.FULL, at.STAGES, 1), (at.EMPTY, at.STAGES, 8), (at.P_READY, 2, 4), (at.Q_FULL, 1, 4), (at.Q_EMPTY, 1, 8),
+)  # fmt: skip
+
 
 def packed():
     """The kernel for groups of rows with keys in sequences, prepared in the workspace ``work``."""
@@ -34,7 +38,7 @@ def packed():
         ctas, _, _ = cute.arch.grid_dim()
         base = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint())
         wid = cute.arch.make_warp_uniform(tid >> 5)
-        start_barriers(base, ptx.equal(tid, Int32(0)))
+        start_barriers(base, BARRIERS, ptx.equal(tid, Int32(0)))
         ptx_async.wait_for_kernel_before()
         ptx.sync(at.THREADS)
         tasks = at.Tasks(p, cta, ctas)
@@ -50,12 +54,9 @@ def packed():
     return Traced(sparse_mla_packed, threads=at.THREADS, smem=at.SMEM, min_blocks=1)
 
 
-def start_barriers(base, flag):
-    """Initialise all barriers; a warp arrives once."""
-    for place, number, arrivals in (
-        (at.FULL, at.STAGES, 1), (at.EMPTY, at.STAGES, 8), (at.P_READY, 2, 4),
-        (at.Q_FULL, 1, 4), (at.Q_EMPTY, 1, 8),
-    ):  # fmt: skip
+def start_barriers(base, barriers, flag):
+    """Initialise all barriers, where ``flag``."""
+    for place, number, arrivals in barriers:
         for i in range(number):
             ptx_async.mbarrier_init_if(base + place + 8 * i, arrivals, flag)
     ptx_async.mbarrier_init_done()

@@ -114,7 +114,6 @@ def stmatrix4(a, v):
     asm([], [a, *v], code, "r,r,r,r,r,~{memory}")
 
 
-
 def greater(a, b):
     """``a > b`` of float32, false for NaN."""
     return asm([Int32], [a, b], "{ .reg .pred p; setp.gt.f32 p, $1, $2; selp.s32 $0, 1, 0, p; }", "=r,f,f", False)[0]
@@ -123,7 +122,6 @@ def greater(a, b):
 def shift_right(a, n):
     """Logical shift right by a register."""
     return asm([Int32], [a, n], "shr.u32 $0, $1, $2;", "=r,r,r", False)[0]
-
 
 
 def copy_bulk_if(target, source, size, barrier, flag):

@@ -16,12 +16,16 @@ from headfit.kernels import hopper_packed_asm as pasm
 from headfit.kernels import hopper_packed_place as at
 from headfit.kernels import hopper_wide_place as place
 from headfit.kernels import ptx, ptx_async
-from headfit.kernels.hopper_packed import COMPUTE_REGISTERS, LOAD_REGISTERS
+from headfit.kernels.hopper_packed import COMPUTE_REGISTERS, LOAD_REGISTERS, start_barriers
 from headfit.kernels.hopper_params import Params, Traced
 from headfit.kernels.hopper_wide_compute import Frame, run_task
 from headfit.kernels.hopper_wide_load import Copier, Guide
 
 COPY_ARRIVALS = 32 * place.COPYING
+BARRIERS = (  # where they stand, how many, arrivals of each
+    (at.FULL, at.STAGES, 1), (at.EMPTY, at.STAGES, 8), (at.P_READY, 2, 4), (at.Q_FULL, 1, 1), (at.Q_EMPTY, 1, 8),
+    (place.LOCATED, at.STAGES, 1), (place.LOADED, at.STAGES, COPY_ARRIVALS), (place.Q_LOADED, 1, COPY_ARRIVALS),
+)  # fmt: skip
 
 
 def attend():
@@ -34,7 +38,7 @@ def attend():
         ctas, _, _ = cute.arch.grid_dim()
         base = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint())
         wid = cute.arch.make_warp_uniform(tid >> 5)
-        start_barriers(base, ptx.equal(tid, Int32(0)))
+        start_barriers(base, BARRIERS, ptx.equal(tid, Int32(0)))
         ptx_async.wait_for_kernel_before()
         ptx.sync(at.THREADS)
         tasks = place.Tasks(p, cta, ctas)
@@ -51,14 +55,3 @@ def attend():
                 Guide(tasks, base, lane).run()
 
     return Traced(sparse_mla_wide, threads=at.THREADS, smem=place.SMEM, min_blocks=1)
-
-
-def start_barriers(base, flag):
-    """Initialise all barriers."""
-    for barrier, number, arrivals in (
-        (at.FULL, at.STAGES, 1), (at.EMPTY, at.STAGES, 8), (at.P_READY, 2, 4), (at.Q_FULL, 1, 1), (at.Q_EMPTY, 1, 8),
-        (place.LOCATED, at.STAGES, 1), (place.LOADED, at.STAGES, COPY_ARRIVALS), (place.Q_LOADED, 1, COPY_ARRIVALS),
-    ):  # fmt: skip
-        for i in range(number):
-            ptx_async.mbarrier_init_if(base + barrier + 8 * i, arrivals, flag)
-    ptx_async.mbarrier_init_done()
