@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from exact import same
 from torch import Tensor
 
 import headfit
@@ -48,11 +49,6 @@ class Inputs:
             "extra_indices_in_kvcache": self.lanes2[some], "extra_topk_length": self.length2[some],
         }  # fmt: skip
         return headfit.flash_mla_with_kvcache(**(arguments | options), backend="hopper")
-
-
-def same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], what: object) -> None:
-    for name, a, b in zip(("out", "lse"), got, want, strict=True):
-        assert torch.equal(a, b), f"{what}: {name}"
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -10,6 +10,7 @@ import threading
 
 import pytest
 import torch
+from exact import same
 from torch import Tensor
 
 import headfit
@@ -59,11 +60,6 @@ class Inputs:
             got = headfit.flash_mla_with_kvcache(**(arguments | options), backend="hopper")
         assert ("packed" in names) is packed
         return got
-
-
-def same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], what: object) -> None:
-    for name, a, b in zip(("out", "lse"), got, want, strict=True):
-        assert torch.equal(a, b), f"{what}: {name}"
 
 
 def first(pair: tuple[Tensor, Tensor], heads: int) -> tuple[Tensor, Tensor]:

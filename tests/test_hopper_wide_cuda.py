@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from exact import same
 from torch import Tensor
 
 import headfit
@@ -73,11 +74,6 @@ def near(out: Tensor, lse: Tensor, want: Tensor, want_lse: Tensor) -> None:
     error = torch.where(want.isnan(), 0.0, out - want).norm() / torch.where(want.isnan(), 0.0, want).norm()
     assert error <= 4e-3
     torch.testing.assert_close(lse, want_lse, rtol=0, atol=1e-4, equal_nan=True)
-
-
-def same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], what: object) -> None:
-    for name, a, b in zip(("out", "lse"), got, want, strict=True):
-        assert torch.equal(a, b), f"{what}: {name}"
 
 
 @pytest.mark.parametrize("rows", [512, 600, 4096])

@@ -14,7 +14,7 @@ from headfit import arch as archs
 from headfit import kernels
 from headfit.call import KeySet, SparseCall
 from headfit.doctor import doctor_command
-from headfit.kernels import configs, cubin, hopper, hopper_abi, hopper_build, warmup
+from headfit.kernels import configs, cubin, hopper, hopper_abi, hopper_build, hopper_wide, warmup
 
 SMS = archs.named("sm_90").sms
 
@@ -597,7 +597,10 @@ def test_warmup_makes_ready_what_calls_may_launch(launched, monkeypatch) -> None
         assert len(launched) == 1  # ready already
         before = list(made)
         warmup._once_hopper(with_keys(a_call(1, device="cpu"), layout="v32"), done)
-    assert made == before == [spec.name for spec in hopper.binaries(20)]
+        assert made == before == [spec.name for spec in hopper.binaries(20)]
+        warmup._once_hopper(a_call(1, h_q=64, topk=(16,), device="cpu"), done)
+    assert len(made) == len(set(made))
+    assert set(made) >= {spec.name for spec in (*hopper.binaries(64), *hopper_wide.binaries(64))}
     assert list(done) == [f"hopper {name}" for name in made]
     assert all(seconds >= 0 for seconds in done.values())
 

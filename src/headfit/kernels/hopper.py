@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -72,6 +72,7 @@ _zeros: dict[int, Tensor] = {}
 _launched = Recorder()
 record_variants = _launched.listen  # a context manager that yields the names
 _log = logging.getLogger("headfit")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -122,19 +123,18 @@ def why_missing(specs: Sequence[Spec]) -> str | None:
 
 def unsupported(call: SparseCall) -> str | None:
     """Why this call cannot be taken, or None. The first call of a head tile compiles its binary where it has to."""
-    reason = why_elsewhere(call) or why_not_taken(call)
+    arch = archs.current(call.q.device)
+    reason = why_elsewhere(call, arch) or why_not_taken(call)
     if reason is not None:
         return reason
-    specs = plan(call, archs.current(call.q.device)).specs
-    return next((why for why in map(why_not_built, specs) if why is not None), None)
+    return next((why for why in map(why_not_built, plan(call, arch).specs) if why is not None), None)
 
 
-def why_elsewhere(call: SparseCall) -> str | None:
-    """Why no Hopper kernel runs where the tensors of ``call`` are, or None."""
+def why_elsewhere(call: SparseCall, arch: archs.Arch) -> str | None:
+    """Why no Hopper kernel runs where the tensors of ``call`` are, on ``arch``, or None."""
     if call.q.device.type != "cuda":
         return f"runs on cuda tensors, q is on {call.q.device.type}"
-    found = archs.current(call.q.device).capability
-    return None if found == CHIP else f"runs on compute capability {CHIP}, q is on {found}"
+    return None if arch.capability == CHIP else f"runs on compute capability {CHIP}, q is on {arch.capability}"
 
 
 @functools.cache
@@ -181,14 +181,14 @@ def _fits(call: SparseCall) -> bool:
     return max(call.rows * -(-call.h_q // 8), lanes, pages) <= hopper_abi.INT_MAX
 
 
-def capability(compute_capability: tuple[int, int] | None = None) -> Capability:
+def capability(compute_capability: tuple[int, int] | None = None, family: str = "hopper") -> Capability:
     """Every head count from 1 to 128 on compute capability 9.0, in one family for all row counts; none elsewhere."""
     if compute_capability not in (None, CHIP):
         none: frozenset[int] = frozenset()
-        return Capability("hopper", compute_capability, 0, none, none, problems=(f"needs compute capability {CHIP}",))
+        return Capability(family, compute_capability, 0, none, none, problems=(f"needs compute capability {CHIP}",))
     heads = range(1, 129)
     return Capability(
-        "hopper", compute_capability, 0, heads, heads, layouts=("v4",), sources={"heads": "headfit's own kernels"}
+        family, compute_capability, 0, heads, heads, layouts=("v4",), sources={"heads": "headfit's own kernels"}
     )
 
 
@@ -270,13 +270,17 @@ def split_count(rows: int, tiles: int, sms: int) -> int:
 def run(call: SparseCall) -> None:
     """Launch the kernels of one checked call on the current stream."""
     chosen = plan(call, archs.current(call.q.device))
+    specs = on_its_device(call, lambda device: _launch(call, chosen, device))
+    _launched.add(lambda: [spec.name for spec in specs])
+
+
+def on_its_device(call: SparseCall, go: Callable[[int], T]) -> T:
+    """``go`` with the number of the device of ``call``, which is the current one meanwhile."""
     device = call.q.device.index
     if device == torch.cuda.current_device():
-        specs = _launch(call, chosen, device)
-    else:
-        with torch.cuda.device(device):
-            specs = _launch(call, chosen, device)
-    _launched.add(lambda: [spec.name for spec in specs])
+        return go(device)
+    with torch.cuda.device(device):
+        return go(device)
 
 
 def _launch(call: SparseCall, chosen: Plan, device: int) -> tuple[Spec, ...]:

@@ -72,7 +72,7 @@ def _why_not_here() -> str | None:
 
 def unsupported(call: SparseCall) -> str | None:
     """Why this call cannot be taken, or None. The first call compiles the binaries where it has to."""
-    reason = hopper.why_elsewhere(call) or why_not_taken(call)
+    reason = hopper.why_elsewhere(call, archs.current(call.q.device)) or why_not_taken(call)
     if reason is not None:
         return reason
     return next((why for why in map(hopper.why_not_built, plan(call).specs) if why is not None), None)
@@ -94,16 +94,8 @@ def why_not_taken(call: SparseCall) -> str | None:
 
 
 def capability(compute_capability: tuple[int, int] | None = None) -> Capability:
-    """Every head count from 1 to 128 on compute capability 9.0; none elsewhere. Row counts below `LEAST_ROWS` are
-    refused call by call."""
-    if compute_capability not in (None, hopper.CHIP):
-        none: frozenset[int] = frozenset()
-        problem = f"needs compute capability {hopper.CHIP}"
-        return Capability("hopper_wide", compute_capability, 0, none, none, problems=(problem,))
-    heads = range(1, 129)
-    return Capability(
-        "hopper_wide", compute_capability, 0, heads, heads, layouts=("v4",), sources={"heads": "headfit's own kernels"}
-    )
+    """As of `hopper`. Row counts below `LEAST_ROWS` are refused call by call."""
+    return hopper.capability(compute_capability, "hopper_wide")
 
 
 def plan(call: SparseCall) -> Plan:
@@ -131,12 +123,7 @@ def binaries(h_q: int) -> tuple[Spec, ...]:
 def run(call: SparseCall) -> None:
     """Launch the kernels of one checked call on the current stream."""
     chosen = plan(call)
-    device = call.q.device.index
-    if device == torch.cuda.current_device():
-        _launch(call, chosen, device)
-    else:
-        with torch.cuda.device(device):
-            _launch(call, chosen, device)
+    hopper.on_its_device(call, lambda device: _launch(call, chosen, device))
     _launched.add(lambda: [spec.name for spec in chosen.specs])
 
 
