@@ -50,7 +50,7 @@ class Case:
     def __post_init__(self) -> None:
         self.rows = self.lists[0].shape[0]
         self.groups = -(-self.rows // 8)
-        self.room = (2 * self.rows + 1024 + 7) // 8 * 8
+        self.room = ((7 * self.rows >> 2) + 1024 + 7) // 8 * 8
         self.caches = [self.cache(i) for i in range(len(self.lists))]
         self.keys = [headfit.unpack_kv(cache) for cache in self.caches]
 

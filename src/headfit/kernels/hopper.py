@@ -250,7 +250,7 @@ def may_pack(rows: int, lanes: int) -> bool:
 def work_words(rows: int) -> int:
     """int32 words of the packing workspace, as `hopper_packed_place` lays it out."""
     groups = -(-rows // GROUP)
-    room = -(-(2 * rows + 1024) // 8) * 8  # keys of a sequence, of 256 words each
+    room = -(-((7 * rows >> 2) + 1024) // 8) * 8  # keys of a sequence, of 256 words each
     return -(-groups // 64) * 64 * GROUP_WORDS + 2 * room * 256
 
 

@@ -66,8 +66,8 @@ class Work:
 
     @property
     def room(self):
-        """Keys of a sequence: twice the rows and 1024, which windows need not even where requests have 127 rows."""
-        return (2 * self.p.rows + 1024 + CHUNK - 1) & ~(CHUNK - 1)
+        """Keys of a sequence: 7 / 4 of the rows and 1024, which windows need not even where requests have 170 rows."""
+        return ((7 * self.p.rows >> 2) + 1024 + CHUNK - 1) & ~(CHUNK - 1)
 
     def part(self, words_before):
         """Address of what stands behind so many words a group."""
