@@ -57,8 +57,8 @@ class Inputs:
 
     def check(self, got: tuple[Tensor, Tensor], heads: int, rows: int = 40) -> None:
         """Compare some requests with the oracle, and the first, which has no keys."""
-        some = torch.randperm(self.q.shape[0], device="cuda")[:rows]
-        some[0] = 0
+        some = torch.randperm(self.q.shape[0] - 1, device="cuda")[: rows - 1] + 1
+        some = torch.cat([torch.zeros_like(some[:1]), some])
         keys = [headfit.unpack_kv(cache) for cache in self.caches]
         out, _, lse = sparse_mla_reference(
             self.q[some, :, :heads], keys, [x[some] for x in self.lanes], [x[some] for x in self.lengths], SCALE,

@@ -324,7 +324,8 @@ def native(heads, **changes):
         ptx_async.wait_for_kernel_before()
         f = places(p, size, base, tid, wid)
         state = State(size)
-        leave_packed(p, size)
+        if size.rows > 1:
+            leave_packed(p)
         for r in cutlass.range(0, rows_here(p, size), unroll=1):
             end = cute.arch.make_warp_uniform(begin_row(f, p, r, tid))
             clear(state)
@@ -402,9 +403,8 @@ def end_row(f, p, tid):
     ptx.when(split, lambda: hopper_cluster.close_share(p, f.size.heads, f.q, place(), warp))
 
 
-def leave_packed(p, size):
-    """End where the packed kernel has computed this row's group of eight: its flag in ``p.work`` is 1."""
-    unit = ptx.quotient(ptx.block(), p.head_tiles)
-    group = unit if size.rows > 1 else ptx.shr(unit, 3)
-    done = ptx.ldg32_if(p.work + ptx.wide(group, Int64(4)), ptx.given(p.work), Int32(0))
+def leave_packed(p):
+    """End where the packed kernel has computed the group of eight rows of this CTA: its flag in ``p.work`` is 1."""
+    group = ptx.quotient(ptx.block(), p.head_tiles)
+    done = ptx.ldg32_if(p.work + ptx.wide(group, Int64(4)), Int32(1), Int32(0))
     ptx.exit_if(ptx.equal(done, Int32(1)))

@@ -23,7 +23,7 @@ from headfit.kernels.hopper_params import Params, Traced
 
 COMPUTE_REGISTERS, LOAD_REGISTERS = 224, 56  # of a thread; 2 x 224 + 56 warpgroups fill the register file
 
-BARRIERS = (  # where they stand, how many, arrivals of each: a warp arrives once
+BARRIERS = (  # as `persistent` has them; a warp arrives once
     (at.FULL, at.STAGES, 1), (at.EMPTY, at.STAGES, 8), (at.P_READY, 2, 4), (at.Q_FULL, 1, 4), (at.Q_EMPTY, 1, 8),
 )  # fmt: skip
 
@@ -33,25 +33,40 @@ def packed():
 
     @cute.kernel
     def sparse_mla_packed(p: Params):
-        tid, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        base = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint())
-        wid = cute.arch.make_warp_uniform(tid >> 5)
-        start_barriers(base, BARRIERS, ptx.equal(tid, Int32(0)))
-        ptx_async.wait_for_kernel_before()
-        ptx.sync(at.THREADS)
-        tasks = at.Tasks(p, cta, ctas)
-        lane = tid & 31
-        if wid < 8:
-            pasm.set_registers(COMPUTE_REGISTERS, True)
-            frame = Frame(p, base, wid, lane)
-            pasm.loop(Int32(0), tasks.count, [Int32(0)], lambda i, state: run_task(frame, tasks, i, state))
-        else:
-            pasm.set_registers(LOAD_REGISTERS, False)
+        def load(tasks, base, tid, wid):
             Loader(tasks, base, tid & 127).run(ptx.equal(wid, Int32(8)))
 
+        persistent(p, BARRIERS, at.Tasks, Frame, run_task, load)
+
     return Traced(sparse_mla_packed, threads=at.THREADS, smem=at.SMEM, min_blocks=1)
+
+
+def persistent(p, barriers, tasks_of, frame_of, run_task, load):
+    """The life of a CTA: it waits for the kernel before, then two warpgroups compute all its tasks and one loads.
+
+    ``barriers``: where they stand, how many, arrivals of each; ``tasks_of`` and ``frame_of`` make the tasks of a CTA
+    and the places of a computing thread; ``run_task`` computes one; ``load(tasks, base, tid, wid)`` brings all.
+    """
+    tid, _, _ = cute.arch.thread_idx()
+    cta, _, _ = cute.arch.block_idx()
+    ctas, _, _ = cute.arch.grid_dim()
+    base = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=1024).toint())
+    wid = cute.arch.make_warp_uniform(tid >> 5)
+    start_barriers(base, barriers, ptx.equal(tid, Int32(0)))
+    ptx_async.wait_for_kernel_before()
+    ptx.sync(at.THREADS)
+    tasks = tasks_of(p, cta, ctas)
+
+    def compute():
+        pasm.set_registers(COMPUTE_REGISTERS, True)
+        frame = frame_of(p, base, wid, tid & 31)
+        pasm.loop(Int32(0), tasks.count, [Int32(0)], lambda i, state: run_task(frame, tasks, i, state))
+
+    def bring():
+        pasm.set_registers(LOAD_REGISTERS, False)
+        load(tasks, base, tid, wid)
+
+    ptx.when(ptx.less(wid, Int32(8)), compute, bring)
 
 
 def start_barriers(base, barriers, flag):

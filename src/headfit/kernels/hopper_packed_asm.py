@@ -108,6 +108,12 @@ def high_product(a, b):
     return asm([Int32], [a], f"mul.hi.u32 $0, $1, {b};", "=r,r", False)[0]
 
 
+def halves(word):
+    """A bf16 pair as float32."""
+    code = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;"
+    return asm([Float32] * 2, [word], code, "=&f,=f,r", False)
+
+
 def stmatrix4(a, v):
     """Four 8x8 matrices of 16-bit units, as they are."""
     code = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1,$2,$3,$4};"

@@ -26,6 +26,7 @@ SCORE_STEPS = [(b * at.BLOCK_BYTES + 32 * k, b * at.PLANE_BYTES + 32 * k) for b 
 KEY_STEPS = at.TILE // 16  # of p v, for a whole tile
 PITCHES = (1024, at.CHUNK_BYTES)  # bytes between 8 lanes of queries or weights, and between 8 keys
 ACC = 128  # float32 of a thread: output of its two lanes
+SUMS = 4  # float32 behind those: sums of its weights of either lane, then of the weights as rounded to bf16
 
 
 class Frame:
@@ -101,7 +102,7 @@ def values_done(f, it, weights, acc, steps):
 def rescale(state, low, high):
     """Sums and output of both lanes times their factors."""
     acc = [ptx.fmul(x, high if i & 2 else low) for i, x in enumerate(state[:ACC])]
-    return [*acc, ptx.fmul(state[ACC], low), ptx.fmul(state[ACC + 1], high)]
+    return acc + [ptx.fmul(x, high if i & 1 else low) for i, x in enumerate(state[ACC:])]
 
 
 def wait_weights(f, it):
@@ -197,6 +198,15 @@ class Ahead:
         ptx.sync_warp()
 
 
+def rounded_sums(pairs):
+    """Of each lane, this thread's weights as the product has them."""
+    lanes = []
+    for lane in range(2):
+        words = [four[k] for four in pairs for k in (lane, lane + 2)]
+        lanes.append(functools.reduce(ptx.fadd, [ptx.fadd(*pasm.halves(word)) for word in words]))
+    return lanes
+
+
 def own_values(f, it, steps, state, ahead, pairs, sums, alpha, raised):
     """Announce this warpgroup's weights of tile ``it`` and add its product; complete when this returns.
 
@@ -205,7 +215,7 @@ def own_values(f, it, steps, state, ahead, pairs, sums, alpha, raised):
     ahead.store(pairs)
     ptx_async.mbarrier_arrive_if(f.base + at.P_READY + (it & 1) * 8, f.leader)
     state = pasm.choose(raised, state, lambda v: rescale(v, *alpha))
-    state[ACC], state[ACC + 1] = ptx.fadd(state[ACC], sums[0]), ptx.fadd(state[ACC + 1], sums[1])
+    state[ACC:] = [ptx.fadd(x, y) for x, y in zip(state[ACC:], [*sums, *rounded_sums(pairs)], strict=True)]
     if len(pairs) < KEY_STEPS:
         acc = ptx_async.wgmma_wait_for(0, values(f, it, pairs, state[:ACC]))
     else:
@@ -243,7 +253,7 @@ def compute(f, queries, sinks, parity, keys, first_tile):
     tiles = at.tiles_of(keys)
     turn = f.wg ^ (first_tile & 1)  # 0: this warpgroup has the task's first tile; they take turns across tasks
     members = [query.member for query in queries]
-    state = [Float32(0.0)] * (ACC + 2)
+    state = [Float32(0.0)] * (ACC + SUMS)
 
     def steps(t):
         """Products of 16 keys that tile t takes."""
@@ -296,19 +306,20 @@ def compute(f, queries, sinks, parity, keys, first_tile):
 
 def finish(f, queries, sinks, parity, state):
     """Add up the sums of lanes and warpgroups and write out and lse."""
-    place = f.base + at.SUMS + parity * 512 + f.m * 4
-    for lane in range(2):
-        total = state[ACC + lane]
+    sums = f.base + at.SUMS + parity * 512 + f.m * 4
+    rounded = f.base + at.ROUNDED + f.m * 128 + ((7 ^ f.g) << 4) + parity * 8
+    places = [(sums + 32 * lane, 256) for lane in range(2)] + [(rounded + 1024 * lane, 4) for lane in range(2)]
+    for (place, step), total in zip(places, state[ACC:], strict=True):
         for distance in (1, 2):
             total = ptx.fadd(total, ptx.shfl_xor(total, distance))
-        ptx.when(f.speaker, lambda total=total, lane=lane: ptx.sts32f(place + f.wg * 256, total, 32 * lane))
+        ptx.when(f.speaker, lambda place=place, step=step, total=total: ptx.sts32f(place + f.wg * step, total))
     # The next task but one reuses these places: its queries are not there before all warps are past the next one.
     ptx.sync(256, SUMS_BARRIER)
+    totals = [ptx.fadd(ptx.lds32f(place), ptx.lds32f(place, step)) for place, step in places]
     factors = []
     for lane in range(2):
-        total = ptx.fadd(ptx.lds32f(place, 32 * lane), ptx.lds32f(place, 256 + 32 * lane))
         peak = ptx.lds32f(f.base + at.PEAK + parity * 256 + f.m * 4, 32 * lane)
-        factors.append(statistics(f, queries[lane], sinks[lane], peak, total))
+        factors.append(statistics(f, queries[lane], sinks[lane], peak, totals[lane], totals[lane + 2]))
     for lane, factor in enumerate(factors):
         mine = [x for i, x in enumerate(state[:ACC]) if (i >> 1) & 1 == lane]
         write_lane(f, queries[lane], [ptx.fmul(x, factor) for x in mine])
@@ -320,8 +331,12 @@ def sink_of(p, query):
     return ptx.as_float(ptx.ldg32_if(ptx.at(p.sink, query.head * 4), given, Int32(0xFF800000 - (1 << 32))))
 
 
-def statistics(f, query, sink, peak, total):
-    """Write lse; returns what the output is multiplied by. A row without keys: lse +inf, factor 0."""
+def statistics(f, query, sink, peak, total, rounded):
+    """Write lse; returns what the output is multiplied by. A row without keys: lse +inf, factor 0.
+
+    The output is a mean by the weights as rounded, so that weights which round alike leave no error; the sink's share
+    goes by the weights as they are, like lse.
+    """
     p = f.p
     empty = ptx.equal(ptx.as_bits(total), Int32(0))
     lse = ptx.fmul(ptx.fadd(peak, ptx.lg2(total)), Float32(LN_2))
@@ -330,7 +345,8 @@ def statistics(f, query, sink, peak, total):
     ptx.stg32f_if(query.address(p.lse, p.lse_b, p.lse_s, p.lse_h, 4), lse, speaks)
     base = ptx.pickf(ptx.equal(ptx.as_bits(peak), Int32(0xFF800000 - (1 << 32))), Float32(0.0), peak)
     weight = ptx.fadd(total, ptx.ex2(ptx.fma(sink, Float32(LOG2_E), -base)))
-    return ptx.pickf(empty, Float32(0.0), ptx.rcp(weight))
+    share = ptx.fmul(total, ptx.rcp(weight))
+    return ptx.pickf(empty, Float32(0.0), ptx.fmul(share, ptx.rcp(rounded)))
 
 
 def write_lane(f, query, x):

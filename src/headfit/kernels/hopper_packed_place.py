@@ -41,10 +41,11 @@ CAPACITY_LIMIT = 1536  # union keys of a group, at most
 
 Q = 0  # [64 dims][lane]
 K = Q + 8 * BLOCK_BYTES  # [stage][chunk][64 dims][key]
-P = K + STAGES * TILE_BYTES  # [parity of the tile][lane] weights
+P = K + STAGES * TILE_BYTES  # [parity of the tile][lane] weights, 96 of 128 bytes
+ROUNDED = P  # in the last 16 of a lane: [parity of the task][warpgroup] sum of rounded weights
 ALPHA = P + 2 * BLOCK_BYTES  # [parity of the tile][lane] what the sums so far are multiplied by
 PEAK = ALPHA + 2 * 256  # [parity of the task][lane]
-SUMS = PEAK + 2 * 256  # [parity of the task][warpgroup][lane]
+SUMS = PEAK + 2 * 256  # [parity of the task][warpgroup][lane] sum of weights
 RAISED = SUMS + 4 * 256  # [parity of the tile][warp] whether a factor is not 1
 TASK = RAISED + 32  # [parity of the task] the group's record, then its keys, 0 where it is not packed
 KEYS = 4 * 40  # within

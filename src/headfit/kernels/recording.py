@@ -10,19 +10,19 @@ class Recorder:
     """Collects names while somebody listens."""
 
     def __init__(self) -> None:
-        self._listening: list[list[str]] = []
+        self._listening: dict[int, list[str]] = {}  # by id: lists of different listeners may be equal
 
     @contextmanager
     def listen(self) -> Iterator[list[str]]:
         """Collect the name of each binary launched inside the block."""
         names: list[str] = []
-        self._listening.append(names)
+        self._listening[id(names)] = names
         try:
             yield names
         finally:
-            self._listening.remove(names)
+            del self._listening[id(names)]
 
     def add(self, names: Callable[[], Iterable[str]]) -> None:
         """Binaries are being launched; ``names`` is called only where somebody listens, for this is a hot path."""
-        for heard in self._listening:
+        for heard in list(self._listening.values()):  # other threads come and go
             heard.extend(names())

@@ -16,7 +16,7 @@ from torch import Tensor
 REL_L2 = 4e-3  # of a head's 512 outputs
 ULPS = 2  # bf16 units in the last place of the head's largest output
 LSE_ABS = 1e-4  # natural-log units; also max_logits
-# A bf16 probability and a bf16 result round to 2**-9 relative each; twice that bounds any correct kernel per element.
+# A bf16 probability and a bf16 result round to 2**-8 relative each: together a bound for any correct kernel's elements.
 ELEMENT_REL = 2.0**-7
 # float32 accumulation of 512 or 576 products, relative to the sum of their absolute values (truncating tensor cores).
 DOT_REL = 16 * 2.0**-24
