@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from exact import same
+from exact import same, weights_alike
 from torch import Tensor
 
 import headfit
@@ -156,6 +156,12 @@ def test_strided_queries_and_outputs() -> None:
     assert bool((wide == 7.0).all())
     one = x.q[:1, :, :12]
     same(x.call(12, q=one.expand(600, -1, -1, -1)), x.call(12, q=one.repeat(600, 1, 1, 1)), "one query for all rows")
+
+
+def test_weights_that_round_alike_leave_no_error() -> None:
+    with hopper.record_variants() as names:
+        weights_alike("hopper")
+    assert "packed" in names
 
 
 def test_an_output_over_its_queries_is_not_packed() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exact import same
+from exact import same, weights_alike
 from torch import Tensor
 
 import headfit
 from headfit.cache import empty_cache, row_views, write_rows
-from headfit.kernels import BackendUnavailable, hopper_wide
+from headfit.kernels import BackendUnavailable, crossover, hopper, hopper_wide
 from headfit.reference import sparse_mla_reference
 from headfit.testing import ROUTES, CacheSpec, CallSpec, Setup
 from headfit.testing.checks_shapes import hold
@@ -53,7 +53,7 @@ class Inputs:
             "extra_topk_length": self.lengths[1][some], "attn_sink": self.sink[:heads],
             "out": torch.full(q.shape, torch.nan, dtype=torch.bfloat16, device="cuda"),
         }  # fmt: skip
-        return headfit.flash_mla_with_kvcache(**(arguments | options), backend="hopper_wide")
+        return headfit.flash_mla_with_kvcache(**({"backend": "hopper_wide"} | arguments | options))
 
     def check(self, got: tuple[Tensor, Tensor], heads: int, rows: int = 40) -> None:
         """Compare some requests with the oracle, and the first, which has no keys."""
@@ -224,6 +224,24 @@ def test_caches_of_more_slots_than_a_pass_marks() -> None:
     small = headfit.unpack_kv(headfit.pack_kv(keys[:2944], 64))
     out, _, lse = sparse_mla_reference(q[:20], [small], [number[:20]], [None], SCALE)
     near(got[0][:20], got[1][:20], out, lse)
+
+
+def test_weights_that_round_alike_leave_no_error() -> None:
+    weights_alike("hopper_wide")
+
+
+def test_many_rows_of_64_heads_are_taken_without_a_name() -> None:
+    """`crossover.json` has measured it the fastest there, and `hopper` for few rows."""
+    if torch.cuda.get_device_name() not in crossover.load():
+        pytest.skip(f"no measured table for {torch.cuda.get_device_name()}")
+    x = Inputs(4096)
+    want = x.call(64)
+    with hopper_wide.record_variants() as wide:
+        same(x.call(64, backend=None), want, "by itself")
+    with hopper.record_variants() as native:
+        x.call(64, slice(0, 64), backend=None)
+    assert wide == ["wide mark", "wide spread", "wide attend"]
+    assert native == ["native heads=32"]
 
 
 def test_few_rows_and_invariant_calls_are_refused_by_name() -> None:

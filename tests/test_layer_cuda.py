@@ -22,7 +22,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def usable() -> list[str]:
-    return [name for name in backends() if DEVICE in REGISTRY[name].device_types and REGISTRY[name].automatic]
+    """Backends that take calls of few rows, which ``hopper_wide`` refuses."""
+    names = [name for name in backends() if DEVICE in REGISTRY[name].device_types and REGISTRY[name].automatic]
+    return [name for name in names if name != "hopper_wide"]
 
 
 @pytest.fixture(autouse=True)

@@ -36,9 +36,7 @@ REGISTRY: dict[str, Backend] = {
     for b in (  # order of preference
         Backend("hopper", "headfit.kernels.hopper", ("cuda",), "pip install 'headfit[hopper]', on an SM90"),
         Backend("triton", "headfit.kernels.triton", ("cuda", "cpu"), "pip install 'headfit[triton]', on an NVIDIA GPU"),
-        Backend(
-            "hopper_wide", "headfit.kernels.hopper_wide", ("cuda",), "pip install 'headfit[hopper]', on an SM90", False
-        ),
+        Backend("hopper_wide", "headfit.kernels.hopper_wide", ("cuda",), "pip install 'headfit[hopper]', on an SM90"),
         Backend("flashmla", "headfit.kernels.flashmla", ("cuda",), "pip install vllm, or sgl-flash-mla, on an SM90"),
         Backend(
             "flashinfer", "headfit.kernels.flashinfer", ("cuda",), "pip install flashinfer-python, on an SM12x", False

@@ -86,7 +86,7 @@ def _once(
 def _once_hopper(call: SparseCall, done: dict[str, float]) -> None:
     """All Hopper binaries for calls of this width, if they take such calls; and one call, which makes what is kept."""
     h_q = call.q.shape[2]
-    specs = dict.fromkeys(hopper.binaries(h_q) + (hopper_wide.binaries(h_q) if h_q > max(hopper.NATIVE) else ()))
+    specs = dict.fromkeys(hopper.binaries(h_q) + hopper_wide.binaries(h_q))
     missing = [spec for spec in specs if f"hopper {spec.name}" not in done]
     if not missing or hopper.why_not_taken(call) is not None:
         return
