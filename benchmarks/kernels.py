@@ -290,9 +290,10 @@ def measure(
             if route == "decode" and width not in DECODE_WIDTHS:
                 continue
             call = make(p, width)
-            shared = max((h for h in heads_list if h <= width), default=0)
+            shared = max((h for _, h in errors if h <= width), default=0)
             if shared:
-                mine, theirs = ours(p, shared, backends[0]), call()[:, :shared].float()
+                backend = next(b for b in backends if (b, shared) in errors)
+                mine, theirs = ours(p, shared, backend), call()[:, :shared].float()
                 mine[1]()
                 off = float((mine[0].float() - theirs).norm() / theirs.norm())
                 if not off <= 1e-2:

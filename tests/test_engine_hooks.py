@@ -159,3 +159,27 @@ def test_versions_outside_the_tested_range_are_named(monkeypatch, version, fits)
     problem = hooks.version_problem("sglang", "0.5.16", "0.5.23")
     assert (problem is None) == fits
     assert fits or "sglang" in problem
+
+
+@pytest.mark.parametrize("refused", [{"first": "takes 512 rows and more"}, {}])
+def test_a_backend_that_refuses_a_call_leaves_it_to_the_next_one_that_cannot_run_does_not(monkeypatch, refused):
+    """A route names a backend by shapes alone; a missing one is an error of the installation."""
+    from headfit import kernels, ops
+
+    asked = []
+
+    def call(q, k_cache, *, backend, **rest):
+        asked.append(backend)
+        if backend == "first":
+            raise kernels.BackendUnavailable("no", refused)
+        return q, rest
+
+    monkeypatch.setattr(ops, "flash_mla_with_kvcache", call)
+    if refused:
+        assert hooks.launch(("first", "second", "first"), 1, 2, out=3) == (1, {"out": 3})
+        assert asked == ["first", "second"]
+        with pytest.raises(kernels.BackendUnavailable):
+            hooks.launch(("first",), 1, 2)
+    else:
+        with pytest.raises(kernels.BackendUnavailable):
+            hooks.launch(("first", "second"), 1, 2)

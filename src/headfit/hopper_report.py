@@ -16,11 +16,11 @@ from pathlib import Path
 
 from headfit import arch as archs
 from headfit.binaries import faults, put_figures, unwritten_reads
-from headfit.kernels import hopper, hopper_build, hopper_wide
+from headfit.kernels import hopper, hopper_build, hopper_pairs, hopper_wide
 from headfit.kernels.hopper_build import Binary, Spec
 
 CHIP = archs.named("sm_90")
-SPECS = (*hopper.SPECS, *hopper_wide.SPECS)
+SPECS = (*hopper.SPECS, *hopper_wide.SPECS, *hopper_pairs.SPECS)
 REGISTERS, THREADS = 64 * 1024, 2048  # of an SM
 RESERVED = 1024  # bytes of shared memory that each CTA takes beside its own
 

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 FLASHINFER: Final = "flashinfer_sm120"
 # Families that read the head count from the query or have separate entry points: no row count selects their kernel.
-NO_SPLIT: Final = frozenset({"triton", "torch", "cpu", "reference", "flashmla", "hopper", "hopper_wide"})
+NO_SPLIT: Final = frozenset(
+    {"triton", "torch", "cpu", "reference", "flashmla", "hopper", "hopper_wide", "hopper_pairs"}
+)
 
 _log = logging.getLogger("headfit")
 _logged: set[str] = set()

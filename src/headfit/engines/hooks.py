@@ -21,11 +21,36 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from packaging.version import InvalidVersion, Version
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 log = logging.getLogger("headfit")
+
+
+def launch(backends: Sequence[str], q: Tensor, k_cache: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """`headfit.flash_mla_with_kvcache` by the first of ``backends`` that takes the call.
+
+    A route knows shapes: a backend may still refuse a call for its strides, its caches or its mode.
+
+    Raises:
+        BackendUnavailable: none of them takes it.
+    """
+    from headfit.kernels import BackendUnavailable
+    from headfit.ops import flash_mla_with_kvcache
+
+    *others, last = dict.fromkeys(backends)
+    for name in others:
+        try:
+            return flash_mla_with_kvcache(q, k_cache, **kwargs, backend=name)
+        except BackendUnavailable as error:
+            if not error.refused:
+                raise
+            log.debug("%s, so the next backend is tried", error)
+    return flash_mla_with_kvcache(q, k_cache, **kwargs, backend=last)
 
 
 # ------------------------------------------------------------------------------------------------- the counter of calls

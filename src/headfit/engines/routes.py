@@ -78,16 +78,30 @@ def verdict(
     """Our kernels against FlashMLA at 64 heads for one call, or None where the table does not speak for it.
 
     Ours read packed pages in both phases. FlashMLA decodes packed pages, and prefills bfloat16 rows that the engine
-    gathered before: the gather is not counted, which favours the engine.
+    gathered before: the gather is not counted, which favours the engine. Both times are of one number of rows, heads
+    and lanes.
     """
     sets, lanes = (2, topk + extra) if extra else (1, topk)
+    gathered = _gathered(points)
+    if phase == "prefill":
+        points = tuple(p for p in points if _size(p) in gathered)
     ours = crossover.nearest(points, Shape("v4", sets, rows, heads, lanes))
-    theirs = ours if phase == "decode" else crossover.nearest(points, Shape("bf16", 1, rows, heads, lanes))
-    if ours is None or theirs is None:
+    if ours is None:
         return None
     mine = [(time, name) for name, time in ours.times if name in backends]
-    engine = dict(theirs.times).get("flashmla")
+    engine = gathered[_size(ours)] if phase == "prefill" else dict(ours.times).get("flashmla")
     return None if not mine or engine is None else Verdict(min(mine)[1], min(mine)[0], engine)
+
+
+def _size(point: Point) -> tuple[int, int, int]:
+    return point.shape.rows, point.shape.heads, point.shape.lanes
+
+
+@functools.lru_cache(maxsize=8)
+def _gathered(points: tuple[Point, ...]) -> dict[tuple[int, int, int], float]:
+    """FlashMLA's times over bfloat16 rows, by `_size`."""
+    times = {_size(p): dict(p.times).get("flashmla") for p in points if p.shape.layout == "bf16"}
+    return {size: us for size, us in times.items() if us is not None}
 
 
 DECODE_ROWS: Final = 256  # the most rows that a decode step is expected to have, and the least of a prefill worth it

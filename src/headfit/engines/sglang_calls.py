@@ -351,13 +351,12 @@ def _unfit(bound: dict[str, Any]) -> str | None:
 
 def _run_paged(bound: dict[str, Any], route: Route) -> tuple[Tensor, Tensor]:
     """Owned heads as views of what the caller allocated; the output in the width it expects, the rest unwritten."""
-    from headfit.ops import flash_mla_with_kvcache
-
     q, sink, heads = bound["q"], bound.get("attn_sink"), route.width
     out = q.new_empty((*q.shape[:-1], bound["head_dim_v"]))
     token = _now.set(_Now(inside=True))
     try:
-        _, lse = flash_mla_with_kvcache(
+        _, lse = hooks.launch(
+            (route.kernel, *_own_backends()),
             q[:, :, :heads],
             bound["k_cache"],
             head_dim_v=bound["head_dim_v"],
@@ -369,7 +368,6 @@ def _run_paged(bound: dict[str, Any], route: Route) -> tuple[Tensor, Tensor]:
             topk_length=bound.get("topk_length"),
             extra_topk_length=bound.get("extra_topk_length"),
             out=out[:, :, :heads],
-            backend=route.kernel,
         )
     finally:
         _now.reset(token)

@@ -307,11 +307,10 @@ def _run(
     q: Tensor, out: Tensor, layer: Any, route: Route, cache: Tensor, lists: Tensor, lengths: Any, extra: Any
 ) -> tuple[Tensor, Tensor]:
     """A headfit kernel on the owned heads, read and written as views of what vLLM allocated."""
-    from headfit.ops import flash_mla_with_kvcache
-
     heads = route.width
     extra_cache, extra_lists, extra_lengths = extra
-    return flash_mla_with_kvcache(
+    return hooks.launch(
+        (route.kernel, *_backends()),
         q[:, :, :heads],
         cache,
         softmax_scale=layer.scale,
@@ -323,7 +322,6 @@ def _run(
         extra_topk_length=extra_lengths,
         out=out[:, :, :heads],
         enable_batch_invariant=_batch_invariant(),
-        backend=route.kernel,
     )
 
 

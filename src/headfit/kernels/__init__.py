@@ -37,6 +37,7 @@ REGISTRY: dict[str, Backend] = {
         Backend("hopper", "headfit.kernels.hopper", ("cuda",), "pip install 'headfit[hopper]', on an SM90"),
         Backend("triton", "headfit.kernels.triton", ("cuda", "cpu"), "pip install 'headfit[triton]', on an NVIDIA GPU"),
         Backend("hopper_wide", "headfit.kernels.hopper_wide", ("cuda",), "pip install 'headfit[hopper]', on an SM90"),
+        Backend("hopper_pairs", "headfit.kernels.hopper_pairs", ("cuda",), "pip install 'headfit[hopper]', on an SM90"),
         Backend("flashmla", "headfit.kernels.flashmla", ("cuda",), "pip install vllm, or sgl-flash-mla, on an SM90"),
         Backend(
             "flashinfer", "headfit.kernels.flashinfer", ("cuda",), "pip install flashinfer-python, on an SM12x", False

@@ -198,12 +198,12 @@ def plan(call: SparseCall, arch: archs.Arch) -> Plan:
     topk = tuple([keys.topk for keys in call.key_sets])
     invariant = call.batch_invariant
     packing = not invariant and may_pack(b * s_q, sum(topk)) and bool(env.read("HEADFIT_PACKING"))
-    if packing and _meet(call.q, call.out):
+    if packing and meet(call.q, call.out):
         packing = False  # a group whose keys turn out not to be finite is computed again, from q
     return _planned(b * s_q, h_q, topk, invariant, packing, arch.sms)
 
 
-def _meet(a: Tensor, b: Tensor) -> bool:
+def meet(a: Tensor, b: Tensor) -> bool:
     """Whether the memory from first to last element of one tensor meets that of the other; tensors of the meta device
     have none."""
     (a_begin, a_end), (b_begin, b_end) = _span(a), _span(b)

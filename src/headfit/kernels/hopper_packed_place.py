@@ -126,13 +126,15 @@ class Tasks:
 class Query:
     """The row and head of lane ``m`` of a task's tile. ``member``: its row in the group, 0 for a lane that is none."""
 
+    GROUP = GROUP
+
     def __init__(self, tasks, group, lane0, m):
         p = tasks.p
         lane = lane0 + m
         inside = ptx.quotient(lane, p.h_q)
         self.head = lane - inside * p.h_q
-        row = (group << 3) + inside
-        self.valid = ptx.less(inside, Int32(GROUP)) & ptx.less(row, p.rows)
+        row = group * self.GROUP + inside
+        self.valid = ptx.less(inside, Int32(self.GROUP)) & ptx.less(row, p.rows)
         self.member = ptx.pick32(self.valid, inside, Int32(0))
         row = ptx.pick32(self.valid, row, Int32(0))
         self.head = ptx.pick32(self.valid, self.head, Int32(0))

@@ -128,15 +128,27 @@ def run(call: SparseCall) -> None:
 
 
 def _launch(call: SparseCall, chosen: Plan, device: int) -> None:
+    work = prepare(call, chosen, chosen.size, device, SPREAD)
+    hopper.launch(ATTEND, device, (archs.current(call.q.device).sms, 1))
+    if chosen.rest:
+        leave_rest(call, chosen, work, device)
+
+
+def prepare(call: SparseCall, chosen: Plan, size: int, device: int, spread: Spec) -> torch.Tensor:
+    """Launch what gathers the keys of a call, by a variant of `SPREAD`; returns the workspace, of ``size`` bytes."""
     # The allocator gives the memory to later work of this stream, or graph, alone.
-    work = torch.empty(chosen.size // 4, dtype=torch.int32, device=call.q.device)
+    work = torch.empty(size // 4, dtype=torch.int32, device=call.q.device)
     work[: chosen.cleared // 4].zero_()
     sms = archs.current(call.q.device).sms
     hopper_abi.pack(hopper.buffer, call, head_tiles=1, splits=chosen.room, work=work.data_ptr())
-    for spec, ctas in ((MARK, sms), (SPREAD, SPREAD_CTAS * sms), (ATTEND, sms)):
+    for spec, ctas in ((MARK, sms), (spread, SPREAD_CTAS * sms)):
         hopper.launch(spec, device, (ctas, 1))
-    if chosen.rest:
-        tiles = -(-call.h_q // 32)
-        zeros = hopper.zero_rows(call.q.device).data_ptr()
-        hopper_abi.pack(hopper.buffer, call, head_tiles=tiles, work=work.data_ptr() + chosen.flags, zeros=zeros)
-        hopper.launch(REST, device, (-(-call.rows // hopper.GROUP) * tiles, 1))
+    return work
+
+
+def leave_rest(call: SparseCall, chosen: Plan, work: torch.Tensor, device: int) -> None:
+    """Launch the native kernel for the groups of rows whose flags are 0."""
+    tiles = -(-call.h_q // 32)
+    zeros = hopper.zero_rows(call.q.device).data_ptr()
+    hopper_abi.pack(hopper.buffer, call, head_tiles=tiles, work=work.data_ptr() + chosen.flags, zeros=zeros)
+    hopper.launch(REST, device, (-(-call.rows // hopper.GROUP) * tiles, 1))

@@ -31,10 +31,16 @@ def attend():
 
     @cute.kernel
     def sparse_mla_wide(p: Params):
-        def load(tasks, base, tid, wid):
-            copier, guide = Copier(tasks, base, wid - 8, tid & 31), Guide(tasks, base, tid & 31)
-            ptx.when(ptx.less(wid, Int32(8 + place.COPYING)), copier.run, guide.run)
-
-        persistent(p, BARRIERS, place.Tasks, Frame, run_task, load)
+        run(p, place.Tasks, Frame, Guide)
 
     return Traced(sparse_mla_wide, threads=at.THREADS, smem=place.SMEM, min_blocks=1)
+
+
+def run(p, tasks_of, frame_of, guide_of):
+    """The life of a CTA, with its own kind of tasks, and of those who find its keys and know what rows list."""
+
+    def load(tasks, base, tid, wid):
+        copier, guide = Copier(tasks, base, wid - 8, tid & 31), guide_of(tasks, base, tid & 31)
+        ptx.when(ptx.less(wid, Int32(8 + place.COPYING)), copier.run, guide.run)
+
+    persistent(p, BARRIERS, tasks_of, frame_of, run_task, load)

@@ -20,7 +20,7 @@ class Ahead(packed.Ahead):
     """What the softmax of a tile needs beside its scores."""
 
     def __init__(self, f, members, parity, t, it):
-        self.mask_at = f.base + place.MASK + 8 * at.ring(it)[0]
+        self.mask_at = f.base + place.MASK + place.MASK_BYTES * at.ring(it)[0]
         super().__init__(f, members, parity, t, it)
 
     def look(self, members, parity, t):
@@ -47,7 +47,7 @@ class Frame(packed.Frame):
 def run_task(f, tasks, i, state):
     """All tiles of the i-th task, then its result. ``state``: tiles done before."""
     parity = i & 1
-    queries = [place.Query(tasks, *tasks.place(i), f.m + 8 * lane) for lane in range(2)]
+    queries = [tasks.query(i, f.m + 8 * lane) for lane in range(2)]
     sinks = [packed.sink_of(f.p, query) for query in queries]
     ptx_async.mbarrier_wait(f.base + at.Q_FULL, parity)
     keys = ptx.lds32(f.base + place.KEYS + parity * 4)

@@ -69,12 +69,11 @@ class Copier:
     def copy_queries(self, i):
         """Queries of the i-th task, when those of the one before are read: 128 bytes a row at a time."""
         tasks, p = self.tasks, self.tasks.p
-        row, head0 = tasks.place(i)
         copies = []
         for turn in range(TURNS):
             four = self.number + place.COPYING * turn
             m = four * 4 + self.row
-            query = place.Query(tasks, row, head0, m)
+            query = tasks.query(i, m)
             source = ptx.at(query.address(p.q, p.q_b, p.q_s, p.q_h, 2), self.column * 16)
             target = self.base + at.Q + m * 128 + ((self.column ^ (m & 7)) << 4)
             copies.append((target, source, query.valid * 16, ptx.less(four, Int32(16))))
@@ -95,6 +94,8 @@ class Guide:
     A tile passes through three hands, a step of the loop each: `fetch` sends for its indices, `find` for the rows of
     those slots, and `tell` writes them down. Their state is a list each.
     """
+
+    load_masks, store_masks = staticmethod(ptx.lds64), staticmethod(ptx.sts64)
 
     def __init__(self, tasks, base, lane):
         self.tasks, self.base, self.lane = tasks, base, lane
@@ -173,7 +174,7 @@ class Guide:
         """
         a, b, first, both = indices
         p, work = self.p, self.tasks.work
-        end = (place.at_least_one(both) + (place.STEP - 1)) & ~(place.STEP - 1)
+        end = self.end_of(both)
         found, listed = [], []
         for half, index in enumerate((a, b)):
             k = self.lane + 32 * half
@@ -185,6 +186,10 @@ class Guide:
             listed.append(ptx.ballot(valid))
         return [*found, *listed]
 
+    def end_of(self, lanes):
+        """Where the last sixteen keys of a tile end that have some of so many lanes."""
+        return (place.at_least_one(lanes) + (place.STEP - 1)) & ~(place.STEP - 1)
+
     def tell(self, it, rows):
         """Write down the rows of tile ``it``."""
         stage = at.ring(it)[0]
@@ -192,7 +197,7 @@ class Guide:
         target = self.base + place.locations(stage) + self.place
         ptx.sts32(target, a)
         wasm.sts32_if(target, b, self.also, 128)
-        ptx.when(self.leader, lambda: ptx.sts64(self.base + place.LISTED + 8 * stage, listed))
+        ptx.when(self.leader, lambda: self.store_masks(self.base + place.LISTED + place.MASK_BYTES * stage, listed))
         ptx.sync_warp()
         ptx_async.mbarrier_arrive_if(self.base + place.LOCATED + 8 * stage, self.leader)
 
@@ -211,7 +216,8 @@ class Guide:
         ptx_async.fence_async()
 
         def pass_on():
-            ptx.sts64(self.base + place.MASK + 8 * stage, ptx.lds64(self.base + place.LISTED + 8 * stage))
+            masks = self.load_masks(self.base + place.LISTED + place.MASK_BYTES * stage)
+            self.store_masks(self.base + place.MASK + place.MASK_BYTES * stage, masks)
 
         ptx.when(self.leader, pass_on)
         ptx_async.mbarrier_arrive_if(self.base + at.FULL + 8 * stage, self.leader)

@@ -9,7 +9,8 @@ lists is dequantised once, to a row of 512 bf16 in the workspace; in which order
 Workspace, in this order; ``p.splits`` is its room, in keys:
 count      int32 and 124 bytes of nothing: listed slots; cleared before
 bitmap     int32 [a word for 32 slots, words to the next multiple of 32]: which slots are listed; cleared before
-table      int32 [a slot, to that multiple of 1024]: the row of each listed slot; others were never written
+table      int32 [a slot, to that multiple of 1024]: the row of each listed slot; others were never written. Where
+           `hopper_wide_spread` notes it, `NOT_FINITE` is set for keys that are not
 rows       bf16 [`ZERO_ROWS` + room][512]: zeros, for lanes without a key, then the keys
 flags      int32 [groups of 8 rows]: 1: computed; 0: there is no room for the keys, the rows are left to ``rest``
 """
@@ -26,21 +27,23 @@ from headfit.kernels.hopper_rows import RowLists, lanes_of
 ROW_BYTES = 1024
 ZERO_ROWS = 64  # several, since reads of one row from everywhere would queue up
 COUNT_BYTES = 128
+NOT_FINITE = -(1 << 31)  # in the table, where `hopper_wide_spread` notes it
 COPYING = 3  # warps of the loading warpgroup that copy, 16 keys of a tile each; the fourth tells them what
 STEP = at.TILE // COPYING  # keys
 
 # Shared memory is that of the packed kernel, but for the records of its tasks. Those of two stages' locations stand
 # among them, the third's behind everything.
-LISTED = at.TASK  # [stage] bit k: the tile has a key k; 8 bytes
-MASK = LISTED + 8 * at.STAGES  # [stage] the same, for the computing warps
-KEYS = MASK + 8 * at.STAGES  # [parity of the task] lanes of its row, at least 1
+MASK_BYTES = 16  # of a stage; of two rows in ``hopper_pairs``, here of one
+MASK = at.TASK  # [stage][row] bit k: the tile has a key k of this row
+KEYS = MASK + MASK_BYTES * at.STAGES  # [parity of the task] lanes of its row, at least 1
 LOCATED = KEYS + 8  # [stage] barriers: it is known where the keys are
 LOADED = LOCATED + 8 * at.STAGES  # [stage] the keys are there
 Q_LOADED = LOADED + 8 * at.STAGES  # a task's queries are there
 LOCATIONS = Q_LOADED + 8  # [stage] [16 keys][key & 3][key / 4 of 16] row in the workspace, -1: not copied
 LOCATIONS_BYTES = 4 * at.TILE
 LAST_STAGE_GAP = at.SMEM - (LOCATIONS + 2 * LOCATIONS_BYTES)
-SMEM = at.SMEM + LOCATIONS_BYTES
+LISTED = at.SMEM + LOCATIONS_BYTES  # [stage][row] the masks, before the computing warps may have them
+SMEM = LISTED + MASK_BYTES * at.STAGES
 
 
 def locations(stage):
@@ -108,6 +111,10 @@ class Tasks:
     def lists(self, i):
         """The lists of the i-th task's row."""
         return RowLists(self.p, self.place(i)[0])
+
+    def query(self, i, m):
+        """The query of lane ``m`` of the i-th task's tile."""
+        return Query(self, *self.place(i), m)
 
 
 class Query(at.Query):

@@ -28,8 +28,8 @@ WARPS = THREADS // 32
 AT_ONCE = expand.AT_ONCE
 
 
-def spread():
-    """The kernel; launch three CTAs an SM."""
+def spread(notes=False):
+    """The kernel; launch three CTAs an SM. ``notes``: the table says of a key too whether it is not finite."""
 
     @cute.kernel
     def sparse_mla_spread(p: Params):
@@ -38,7 +38,7 @@ def spread():
         ctas, _, _ = cute.arch.grid_dim()
         wid = cute.arch.make_warp_uniform(tid >> 5)
         ptx_async.wait_for_kernel_before()
-        keys = Keys(p, tid & 31)
+        keys = Keys(p, tid & 31, notes)
         warp, warps = cta + wid * ctas, ctas * WARPS
         pasm.loop(warp, Int32(place.ZERO_ROWS), [], keys.write_zeros, warps)
         units = keys.work.words * 4
@@ -57,8 +57,8 @@ def spread():
 class Keys(expand.Jobs):
     """A lane of a warp that dequantises: eight dims of the first 256, and eight of the others."""
 
-    def __init__(self, p, lane):
-        self.p, self.lane = p, lane
+    def __init__(self, p, lane, notes):
+        self.p, self.lane, self.notes = p, lane, notes
         self.work = place.Work(p)
         self.rope = ptx.less(Int32(expand.ROPE_LANE - 1), lane)
 
@@ -123,10 +123,21 @@ class Keys(expand.Jobs):
         unusual = ptx.ballot(ptx.less(Int32(easm.PLAIN_SCALE), scale))
         nothing = [Int32(0)] * AT_ONCE
         state = pasm.choose(unusual, words + nothing, lambda state: self.scale_further(state, scale))
+        broken = []
         for i, (low, high) in enumerate(raw):
             made = wasm.make_nan(state[8 * i : 8 * i + 8], low + high[:2])
             second = [ptx.pick32(self.rope, *each) for each in zip(high, made[4:], strict=True)]
             self.write_row(keys[i] + place.ZERO_ROWS, made[:4] + second, here[i])
+            broken.append(ptx.pick32(here[i], easm.any_not_finite(made[:4] + second, Int32(1)), Int32(0)))
+        if self.notes:
+            ptx.when(ptx.ballot(expand.any_of(broken)), lambda: self.note(number, broken, keys))
+
+    def note(self, number, broken, keys):
+        """Say in the table which of four neighbours' keys are not finite."""
+        for i, (bad, key) in enumerate(zip(broken, keys, strict=True)):
+            entry = self.work.table + ptx.wide(number + i, Int64(4))
+            leads = ptx.equal(self.lane, Int32(8 * i)) & ptx.less(Int32(0), uasm.popc(ptx.ballot(bad)))
+            ptx.stg32_if(entry, (key + place.ZERO_ROWS) | place.NOT_FINITE, leads)  # the lane that wrote it before
 
     def locate_slot(self, number, here):
         """The address, as two words, of slot ``number`` of both caches, and this lane's scale of it: 0 without."""

@@ -14,8 +14,9 @@ import torch
 
 from headfit.cache import LAYOUTS, empty_cache
 from headfit.call import KeySet, SparseCall
-from headfit.kernels import hopper, hopper_wide
+from headfit.kernels import hopper, hopper_pairs, hopper_wide
 from headfit.kernels import triton as backend
+from headfit.kernels.hopper_build import Spec
 
 
 def warmup(
@@ -26,7 +27,7 @@ def warmup(
 ) -> dict[str, float]:
     """Compile (or load from the caches) and run once every variant of the given heads, layouts and page sizes.
 
-    On an SM90 the binaries of ``hopper`` for ``v4`` pages are among them, named ``hopper ...``.
+    On an SM90 the binaries of the Hopper backends for ``v4`` pages are among them, named ``hopper ...``.
 
     Args:
         heads: query heads a rank launches, each 1 to 128.
@@ -86,15 +87,25 @@ def _once(
 def _once_hopper(call: SparseCall, done: dict[str, float]) -> None:
     """All Hopper binaries for calls of this width, if they take such calls; and one call, which makes what is kept."""
     h_q = call.q.shape[2]
-    specs = dict.fromkeys(hopper.binaries(h_q) + hopper_wide.binaries(h_q))
-    missing = [spec for spec in specs if f"hopper {spec.name}" not in done]
-    if not missing or hopper.why_not_taken(call) is not None:
+    if hopper.why_not_taken(call) is not None:
         return
-    for spec in missing:
+    before = len(done)
+    if not _ready(call, hopper.binaries(h_q), done):
+        return
+    if len(done) > before:
+        hopper.run(call)
+        torch.cuda.synchronize(call.q.device)
+    _ready(call, (*hopper_wide.binaries(h_q), *hopper_pairs.binaries(h_q)), done)
+
+
+def _ready(call: SparseCall, specs: Iterable[Spec], done: dict[str, float]) -> bool:
+    """Make binaries ready on the device of a call, up to the first that cannot be; whether all are."""
+    for spec in specs:
+        if f"hopper {spec.name}" in done:
+            continue
         start = time.perf_counter()
         with torch.cuda.device(call.q.device):
             if hopper.make_ready(spec, torch.cuda.current_device()) is not None:
-                return
+                return False
         done[f"hopper {spec.name}"] = time.perf_counter() - start
-    hopper.run(call)
-    torch.cuda.synchronize(call.q.device)
+    return True

@@ -16,8 +16,9 @@ from torch import Tensor
 REL_L2 = 4e-3  # of a head's 512 outputs
 ULPS = 2  # bf16 units in the last place of the head's largest output
 LSE_ABS = 1e-4  # natural-log units; also max_logits
-# A bf16 probability and a bf16 result round to 2**-8 relative each: together a bound for any correct kernel's elements.
-ELEMENT_REL = 2.0**-7
+# A bf16 weight, the sum of such weights that the output is divided by, and a bf16 result round to 2**-8 relative each:
+# together a bound for any correct kernel's elements.
+ELEMENT_REL = 3 * 2.0**-8
 # float32 accumulation of 512 or 576 products, relative to the sum of their absolute values (truncating tensor cores).
 DOT_REL = 16 * 2.0**-24
 # Weights may be f16: what a key adds is then off by 2**-25 of the largest weight, and some hundred keys add up.
