@@ -1,4 +1,4 @@
-"""The backend ``hopper_pairs`` without a GPU: which calls it takes beside ``hopper_wide``, its workspace, its launches."""
+"""The backend ``hopper_pairs`` without a GPU: what it takes beside ``hopper_wide``, its workspace, its launches."""
 
 from __future__ import annotations
 
