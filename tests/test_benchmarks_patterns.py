@@ -204,7 +204,7 @@ def test_model_time_by_hand(load):
     assert both.ours == pytest.approx(41 * 0.1 + 2 * 0.2)
     other = records(200.0, 150.0, backend="other")
     other["lines"] = [line | {"us": 50.0 if line["keys"] == "128" else 200.0} for line in other["lines"]]
-    _, _, fastest = model_time.model_times(model_time.lines_of([records(100.0, 150.0), other]))
+    fastest, _, _ = model_time.model_times(model_time.lines_of([records(100.0, 150.0), other]))
     assert (fastest.backend, fastest.ours) == (model_time.FASTEST, pytest.approx(41 * 0.1 + 2 * 0.05))
     (alone,) = model_time.model_times(model_time.lines_of([records(100.0, None)]), "128 + 512 overlap 60")
     assert (alone.best, alone.packed) == (None, None)
