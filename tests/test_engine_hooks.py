@@ -176,10 +176,12 @@ def test_a_backend_that_refuses_a_call_leaves_it_to_the_next_one_that_cannot_run
 
     monkeypatch.setattr(ops, "flash_mla_with_kvcache", call)
     if refused:
-        assert hooks.launch(("first", "second", "first"), 1, 2, out=3) == (1, {"out": 3})
+        assert hooks.launch(("first", "second", "first"), 1, 2, out=3) == ((1, {"out": 3}), "second")
         assert asked == ["first", "second"]
-        with pytest.raises(kernels.BackendUnavailable):
+        with pytest.raises(kernels.BackendUnavailable, match="first: takes 512 rows and more"):
             hooks.launch(("first",), 1, 2)
+        with pytest.raises(kernels.BackendUnavailable, match="none was named"):
+            hooks.launch((), 1, 2)
     else:
         with pytest.raises(kernels.BackendUnavailable):
             hooks.launch(("first", "second"), 1, 2)

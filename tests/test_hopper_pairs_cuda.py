@@ -13,6 +13,7 @@ from test_hopper_wide_cuda import SCALE, WIDTHS, near
 from torch import Tensor
 
 import headfit
+from headfit.cache import write_rows
 from headfit.kernels import BackendUnavailable, hopper_pairs
 from headfit.reference import sparse_mla_reference
 
@@ -109,6 +110,26 @@ def test_keys_named_twice_count_twice(rows: tuple[int, ...], lanes: tuple[int, i
     kept[8:16] = False
     same((got[0][kept], got[1][kept]), (before[0][kept], before[1][kept]), "other rows")
     same(x.call(17), (got[0][:, :, :17], got[1][:, :17]), "width")
+
+
+def test_a_key_that_is_not_finite_reaches_the_row_that_lists_it_alone() -> None:
+    """Of two rows that share most of their keys: the other one's result is as right as without."""
+    x = Inputs(512, 0.8)
+    before = x.call(32)
+    mine = x.lanes[1][20][~torch.isin(x.lanes[1][20], x.lanes[1][21])]
+    slot = int(mine[0])
+    others = (x.lanes[1] == slot) & (torch.arange(512, device="cuda") != 20)[:, None]
+    x.lanes[1][others] = -1
+    without = x.call(32)
+    write_rows(x.caches[1], torch.tensor([slot], device="cuda"), torch.full((1, 512), torch.nan, device="cuda"))
+    got = x.call(32)
+    assert got[0][20].isnan().all()
+    kept = torch.ones(512, dtype=torch.bool, device="cuda")
+    kept[16:24] = False
+    same((got[0][kept], got[1][kept]), (without[0][kept], without[1][kept]), "other rows")
+    for row in (16, 21, 23):
+        near(got[0][row], got[1][row], without[0][row], without[1][row])
+    assert torch.isfinite(before[0]).all()
 
 
 def test_one_row_of_a_pair_without_keys() -> None:

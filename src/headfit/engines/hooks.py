@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("headfit")
 
 
-def launch(backends: Sequence[str], q: Tensor, k_cache: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """`headfit.flash_mla_with_kvcache` by the first of ``backends`` that takes the call.
+def launch(backends: Sequence[str], q: Tensor, k_cache: Tensor, **kwargs: Any) -> tuple[tuple[Tensor, Tensor], str]:
+    """`headfit.flash_mla_with_kvcache` by the first of ``backends`` that takes the call, and which that was.
 
-    A route knows shapes: a backend may still refuse a call for its strides, its caches or its mode.
+    A route knows shapes: a backend may still refuse a call for its strides, its caches or its mode. Call it eagerly:
+    under ``torch.compile`` a refusal comes when the graph runs.
 
     Raises:
         BackendUnavailable: none of them takes it.
@@ -42,15 +43,16 @@ def launch(backends: Sequence[str], q: Tensor, k_cache: Tensor, **kwargs: Any) -
     from headfit.kernels import BackendUnavailable
     from headfit.ops import flash_mla_with_kvcache
 
-    *others, last = dict.fromkeys(backends)
-    for name in others:
+    refused: dict[str, str] = {}
+    for name in dict.fromkeys(backends):
         try:
-            return flash_mla_with_kvcache(q, k_cache, **kwargs, backend=name)
+            return flash_mla_with_kvcache(q, k_cache, **kwargs, backend=name), name
         except BackendUnavailable as error:
             if not error.refused:
                 raise
-            log.debug("%s, so the next backend is tried", error)
-    return flash_mla_with_kvcache(q, k_cache, **kwargs, backend=last)
+            refused |= error.refused
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+    raise BackendUnavailable(f"no backend takes this call: {reasons or 'none was named'}", refused)
 
 
 # ------------------------------------------------------------------------------------------------- the counter of calls

@@ -328,10 +328,12 @@ def around_decode(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     q: Tensor = bound["q"]
     route = _route(_with_lists(now.call, bound), q.shape[-2], "flashmla")
     problem = _unfit(bound) if route.ours else None
-    kernel, width = (route.kernel, route.width) if route.ours and problem is None else ("flashmla", q.shape[-2])
-    hooks.count(routes.phase_of(now.call), width, kernel, problem or route.rule)
+    phase = routes.phase_of(now.call)
     if problem is None and route.ours:
-        return _run_paged(bound, route)
+        result, name = _run_paged(bound, route)
+        hooks.count(phase, route.width, name, route.rule)
+        return result
+    hooks.count(phase, q.shape[-2], "flashmla", problem or route.rule)
     if q.shape[-2] in (64, 128):
         return original(*args, **kwargs)
     return _repadded(original, bound, now.call.padded_width)
@@ -349,13 +351,16 @@ def _unfit(bound: dict[str, Any]) -> str | None:
     return None
 
 
-def _run_paged(bound: dict[str, Any], route: Route) -> tuple[Tensor, Tensor]:
-    """Owned heads as views of what the caller allocated; the output in the width it expects, the rest unwritten."""
+def _run_paged(bound: dict[str, Any], route: Route) -> tuple[tuple[Tensor, Tensor], str]:
+    """Owned heads as views of what the caller allocated; the output in the width it expects, the rest unwritten.
+
+    And the backend that ran.
+    """
     q, sink, heads = bound["q"], bound.get("attn_sink"), route.width
     out = q.new_empty((*q.shape[:-1], bound["head_dim_v"]))
     token = _now.set(_Now(inside=True))
     try:
-        _, lse = hooks.launch(
+        (_, lse), name = hooks.launch(
             (route.kernel, *_own_backends()),
             q[:, :, :heads],
             bound["k_cache"],
@@ -371,7 +376,7 @@ def _run_paged(bound: dict[str, Any], route: Route) -> tuple[Tensor, Tensor]:
         )
     finally:
         _now.reset(token)
-    return out, lse
+    return (out, lse), name
 
 
 def _repadded(original: Callable[..., Any], bound: dict[str, Any], width: int) -> Any:

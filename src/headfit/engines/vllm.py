@@ -235,11 +235,11 @@ def _kernel(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     more = kwargs["extra_indices_in_kvcache"]
     extra = 0 if more is None else more.shape[-1]
     route = _route(layer, "decode", q.shape[2], q.shape[0] * q.shape[1], kwargs["indices"].shape[-1], extra)
-    hooks.count("decode", route.width, route.kernel if route.ours else "flashmla", route.rule)
     if not route.ours:
+        hooks.count("decode", route.width, "flashmla", route.rule)
         return original(**kwargs)
     return _run(
-        kwargs["q"], kwargs["out"], layer, route, kwargs["k_cache"], kwargs["indices"], kwargs["topk_length"],
+        kwargs["q"], kwargs["out"], layer, route, "decode", kwargs["k_cache"], kwargs["indices"], kwargs["topk_length"],
         (kwargs["extra_k_cache"], kwargs["extra_indices_in_kvcache"], kwargs["extra_topk_length"]),
     )  # fmt: skip
 
@@ -260,12 +260,11 @@ def _prefill(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any
         finally:
             _layer.reset(token)
         return
-    hooks.count("prefill", route.width, route.kernel, route.rule)
     rows = meta.num_prefill_tokens
     lists = meta.prefill_swa_indices.view(rows, 1, -1)
     second = _compressed(self, kwargs["compressed_k_cache"], kwargs["attn_metadata"], meta)
     output = kwargs["output"][:rows].unsqueeze(1)
-    _run(q[:rows].unsqueeze(1), output, self, route, kwargs["swa_k_cache"].unsqueeze(-2), lists,
+    _run(q[:rows].unsqueeze(1), output, self, route, "prefill", kwargs["swa_k_cache"].unsqueeze(-2), lists,
          meta.prefill_swa_lens, second)  # fmt: skip
 
 
@@ -304,12 +303,13 @@ def _compressed(layer: Any, cache: Any, attn: Any, meta: Any) -> tuple[Any, Any,
 
 
 def _run(
-    q: Tensor, out: Tensor, layer: Any, route: Route, cache: Tensor, lists: Tensor, lengths: Any, extra: Any
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, out: Tensor, layer: Any, route: Route, phase: Phase, cache: Tensor, lists: Tensor, lengths: Any,
+    extra: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A headfit kernel on the owned heads, read and written as views of what vLLM allocated."""
     heads = route.width
     extra_cache, extra_lists, extra_lengths = extra
-    return hooks.launch(
+    result, name = hooks.launch(
         (route.kernel, *_backends()),
         q[:, :, :heads],
         cache,
@@ -323,6 +323,8 @@ def _run(
         out=out[:, :, :heads],
         enable_batch_invariant=_batch_invariant(),
     )
+    hooks.count(phase, heads, name, route.rule)
+    return result
 
 
 def _sparse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -12,8 +12,9 @@ asking whether a backend takes a call (``kernels.choose`` does, in the order giv
                              "us": {"triton": 402.0, "flashmla": 1212.0}}]}]}
 
 ``lanes`` are the lanes of each key set. A call is looked up at the nearest point of its layout and number of key sets,
-in log2 of rows, heads and lanes; outside twice the measured range of any of the three the table says nothing. No table
-for a GPU, or no word for a call: registry order. The look-up sees shapes only: a captured graph and its replay agree.
+in log2 of rows, heads and lanes, of those with as many heads or more; outside twice the measured range of any of the
+three the table says nothing. No table for a GPU, or no word for a call: registry order. The look-up sees shapes only: a
+captured graph and its replay agree.
 """
 
 from __future__ import annotations
@@ -93,13 +94,14 @@ def fastest(points: tuple[Point, ...], shape: Shape) -> tuple[str, ...]:
 
 
 def nearest(points: Sequence[Point], shape: Shape) -> Point | None:
-    """The measured point that speaks for ``shape``, or None."""
+    """The measured point that speaks for ``shape``, or None: the nearest of as many heads or more, if there is one."""
     family = [p for p in points if (p.shape.layout, p.shape.sets) == (shape.layout, shape.sets)]
     for axis in ("rows", "heads", "lanes"):
         value, known = getattr(shape, axis), [getattr(p.shape, axis) for p in family]
         if not known or not min(known) / REACH <= value <= max(known) * REACH:
             return None
-    return min(family, key=lambda p: _distance(p.shape, shape))
+    enough = [p for p in family if p.shape.heads >= shape.heads]  # kernels compute whole tiles of heads
+    return min(enough or family, key=lambda p: _distance(p.shape, shape))
 
 
 def _distance(a: Shape, b: Shape) -> float:

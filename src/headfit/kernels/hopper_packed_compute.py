@@ -29,95 +29,6 @@ ACC = 128  # float32 of a thread: output of its two lanes
 SUMS = 4  # float32 behind those: sums of its weights of either lane, then of the weights as rounded to bf16
 
 
-class Frame:
-    """A thread's places, fixed for the life of the kernel."""
-
-    def __init__(self, p, base, wid, lane):
-        self.p, self.base = p, base
-        self.wg, self.warp = wid >> 2, wid & 3
-        self.g, self.c = lane >> 2, lane & 3
-        self.leader = ptx.equal(lane, Int32(0))
-        self.speaker = ptx.equal(self.c, Int32(0))
-        self.m = self.warp * 16 + self.g  # the first of this thread's lanes of M; the other is m + 8
-        self.q = ((base + at.Q) >> 4) | 0x10000
-        row = self.warp * 16 + (lane & 15)
-        self.weights = base + at.P + row * 128 + (((lane >> 4) ^ (row & 7)) << 4)
-
-    def ahead(self, members, parity, t, it):
-        """`Ahead` of tile ``it``, which is tile ``t`` of its task, None for the first."""
-        return Ahead(self, members, parity, t, it)
-
-    def release(self, it):
-        """This warp has read tile ``it``."""
-        ptx_async.mbarrier_arrive_if(self.base + at.EMPTY + at.ring(it)[0] * 8, self.leader)
-
-
-def tile_at(f, it):
-    """Address of tile ``it``, as a descriptor has it."""
-    return (f.base + at.K + at.ring(it)[0] * at.TILE_BYTES) >> 4
-
-
-def scores(f, it, steps=KEY_STEPS):
-    """q k^T of the first 16 ``steps`` keys of a tile, under way when this returns."""
-    stage, phase = at.ring(it)
-    ptx_async.mbarrier_wait(f.base + at.FULL + 8 * stage, phase)
-    nothing = [Float32(0.0)] * (8 * steps)
-    return pasm.products(nothing, f.q, tile_at(f, it) | 0x10000, SCORE_STEPS, PITCHES, start=True)
-
-
-def read_weights(f, it, k):
-    """Weights of the k-th 16 keys of tile ``it``: this thread's part of the operand."""
-    return ptx.ldmatrix4((f.weights + (it & 1) * at.BLOCK_BYTES) ^ (32 * k))
-
-
-def others_weights(f, it):
-    """All of the tile's weights, once they are there."""
-    return [read_weights(f, it, k) for k in range(KEY_STEPS)]
-
-
-def values(f, it, weights, acc, past=0):
-    """acc + p v of this warpgroup's dims, from the ``past``-th 16 keys of a tile on, under way when this returns.
-
-    The weights come from registers, those of the other warpgroup's tile too: written and read by threads alone, they
-    need no fence towards the matrix unit, which would wait for the stores of the output before.
-    """
-    v = tile_at(f, it) + f.wg * (4 * at.PLANE_BYTES >> 4) + past * (2 * at.CHUNK_BYTES >> 4)
-    steps = [(0, 2 * at.CHUNK_BYTES * k) for k in range(len(weights))]
-    return pasm.products(acc, weights, v | (at.PLANE_BYTES >> 4 << 16), steps, PITCHES, columns_first=True)
-
-
-def values_done(f, it, weights, acc, steps):
-    """`values`, complete; a partial tile takes ``steps`` products of 16 keys, what lies beyond is not even copied."""
-
-    def few(acc):
-        def step(k, acc):
-            return ptx_async.wgmma_wait_for(0, values(f, it, [read_weights(f, it, k)], acc, k))
-
-        return pasm.loop(Int32(0), steps, acc, step)
-
-    whole = lambda acc: ptx_async.wgmma_wait_for(0, values(f, it, weights(), acc))  # noqa: E731
-    return pasm.either(ptx.less(steps, Int32(KEY_STEPS)), acc, few, whole)
-
-
-def rescale(state, low, high):
-    """Sums and output of both lanes times their factors."""
-    acc = [ptx.fmul(x, high if i & 2 else low) for i, x in enumerate(state[:ACC])]
-    return acc + [ptx.fmul(x, high if i & 1 else low) for i, x in enumerate(state[ACC:])]
-
-
-def wait_weights(f, it):
-    """The weights of tile ``it`` are in shared memory."""
-    ptx_async.mbarrier_wait(f.base + at.P_READY + (it & 1) * 8, (it >> 1) & 1)
-
-
-def others_factors(f, it, state):
-    """Follow the other warpgroup's tile ``it``: its weights are there, its factors are in ``state``."""
-    wait_weights(f, it)
-    raised = ptx.lds32(f.base + at.RAISED + (it & 1) * 16 + f.warp * 4)
-    alpha = f.base + at.ALPHA + (it & 1) * 256 + f.m * 4
-    return pasm.choose(raised, state, lambda v: rescale(v, ptx.lds32f(alpha), ptx.lds32f(alpha, 32)))
-
-
 class Ahead:
     """What the softmax of a tile needs beside its scores: read while they are computed."""
 
@@ -205,6 +116,97 @@ def rounded_sums(pairs):
         words = [four[k] for four in pairs for k in (lane, lane + 2)]
         lanes.append(functools.reduce(ptx.fadd, [ptx.fadd(*pasm.halves(word)) for word in words]))
     return lanes
+
+
+class Frame:
+    """A thread's places, fixed for the life of the kernel."""
+
+    AHEAD = Ahead
+
+    def __init__(self, p, base, wid, lane):
+        self.p, self.base = p, base
+        self.wg, self.warp = wid >> 2, wid & 3
+        self.g, self.c = lane >> 2, lane & 3
+        self.leader = ptx.equal(lane, Int32(0))
+        self.speaker = ptx.equal(self.c, Int32(0))
+        self.m = self.warp * 16 + self.g  # the first of this thread's lanes of M; the other is m + 8
+        self.q = ((base + at.Q) >> 4) | 0x10000
+        row = self.warp * 16 + (lane & 15)
+        self.weights = base + at.P + row * 128 + (((lane >> 4) ^ (row & 7)) << 4)
+
+    def ahead(self, members, parity, t, it):
+        """What to know ahead of tile ``it``, which is tile ``t`` of its task, None for the first."""
+        return self.AHEAD(self, members, parity, t, it)
+
+    def release(self, it):
+        """This warp has read tile ``it``."""
+        ptx_async.mbarrier_arrive_if(self.base + at.EMPTY + at.ring(it)[0] * 8, self.leader)
+
+
+def tile_at(f, it):
+    """Address of tile ``it``, as a descriptor has it."""
+    return (f.base + at.K + at.ring(it)[0] * at.TILE_BYTES) >> 4
+
+
+def scores(f, it, steps=KEY_STEPS):
+    """q k^T of the first 16 ``steps`` keys of a tile, under way when this returns."""
+    stage, phase = at.ring(it)
+    ptx_async.mbarrier_wait(f.base + at.FULL + 8 * stage, phase)
+    nothing = [Float32(0.0)] * (8 * steps)
+    return pasm.products(nothing, f.q, tile_at(f, it) | 0x10000, SCORE_STEPS, PITCHES, start=True)
+
+
+def read_weights(f, it, k):
+    """Weights of the k-th 16 keys of tile ``it``: this thread's part of the operand."""
+    return ptx.ldmatrix4((f.weights + (it & 1) * at.BLOCK_BYTES) ^ (32 * k))
+
+
+def others_weights(f, it):
+    """All of the tile's weights, once they are there."""
+    return [read_weights(f, it, k) for k in range(KEY_STEPS)]
+
+
+def values(f, it, weights, acc, past=0):
+    """acc + p v of this warpgroup's dims, from the ``past``-th 16 keys of a tile on, under way when this returns.
+
+    The weights come from registers, those of the other warpgroup's tile too: written and read by threads alone, they
+    need no fence towards the matrix unit, which would wait for the stores of the output before.
+    """
+    v = tile_at(f, it) + f.wg * (4 * at.PLANE_BYTES >> 4) + past * (2 * at.CHUNK_BYTES >> 4)
+    steps = [(0, 2 * at.CHUNK_BYTES * k) for k in range(len(weights))]
+    return pasm.products(acc, weights, v | (at.PLANE_BYTES >> 4 << 16), steps, PITCHES, columns_first=True)
+
+
+def values_done(f, it, weights, acc, steps):
+    """`values`, complete; a partial tile takes ``steps`` products of 16 keys, what lies beyond is not even copied."""
+
+    def few(acc):
+        def step(k, acc):
+            return ptx_async.wgmma_wait_for(0, values(f, it, [read_weights(f, it, k)], acc, k))
+
+        return pasm.loop(Int32(0), steps, acc, step)
+
+    whole = lambda acc: ptx_async.wgmma_wait_for(0, values(f, it, weights(), acc))  # noqa: E731
+    return pasm.either(ptx.less(steps, Int32(KEY_STEPS)), acc, few, whole)
+
+
+def rescale(state, low, high):
+    """Sums and output of both lanes times their factors."""
+    acc = [ptx.fmul(x, high if i & 2 else low) for i, x in enumerate(state[:ACC])]
+    return acc + [ptx.fmul(x, high if i & 1 else low) for i, x in enumerate(state[ACC:])]
+
+
+def wait_weights(f, it):
+    """The weights of tile ``it`` are in shared memory."""
+    ptx_async.mbarrier_wait(f.base + at.P_READY + (it & 1) * 8, (it >> 1) & 1)
+
+
+def others_factors(f, it, state):
+    """Follow the other warpgroup's tile ``it``: its weights are there, its factors are in ``state``."""
+    wait_weights(f, it)
+    raised = ptx.lds32(f.base + at.RAISED + (it & 1) * 16 + f.warp * 4)
+    alpha = f.base + at.ALPHA + (it & 1) * 256 + f.m * 4
+    return pasm.choose(raised, state, lambda v: rescale(v, ptx.lds32f(alpha), ptx.lds32f(alpha, 32)))
 
 
 def own_values(f, it, steps, state, ahead, pairs, sums, alpha, raised):

@@ -26,6 +26,7 @@ SPREAD: Final = Spec("pairs spread", "headfit.kernels.hopper_wide_spread", "spre
 MERGE: Final = Spec("pairs merge", "headfit.kernels.hopper_pairs_merge", "merge")
 ATTEND: Final = Spec("pairs attend", "headfit.kernels.hopper_pairs_attend", "attend")
 SPECS: Final = (SPREAD, MERGE, ATTEND)  # beside those of `hopper` and `hopper_wide`
+LAUNCHES: Final = (hopper_wide.MARK, *SPECS, hopper_wide.REST)
 LANES_LIMIT: Final = 1536  # of a row, as `hopper_pairs_merge` has room for
 _launched = Recorder()
 record_variants = _launched.listen  # a context manager that yields the names
@@ -41,7 +42,7 @@ class Plan:
     @property
     def specs(self) -> tuple[Spec, ...]:
         """The binaries, in the order of their launches."""
-        return hopper_wide.MARK, *SPECS, hopper_wide.REST
+        return LAUNCHES
 
 
 def available() -> str | None:
@@ -96,7 +97,7 @@ def _words(count: int) -> int:
 
 def binaries(h_q: int) -> tuple[Spec, ...]:
     """All that calls of ``h_q`` heads may launch, whatever their rows and lists."""
-    return hopper_wide.MARK, *SPECS, hopper_wide.REST
+    return LAUNCHES
 
 
 def run(call: SparseCall) -> None:

@@ -13,7 +13,7 @@ from headfit.kernels.ptx import asm
 WORD_AND_BIT = "shr.u32 a, $2, 5; shl.b32 a, a, 2; add.u32 a, a, $1; and.b32 b, $2, 31; "  # of bit $2 of a bitmap at $1
 
 
-def mark(bitmap, number, size):
+def mark_once(bitmap, number, size):
     """Set a bit, where the bitmap of a constant ``size`` has it; not 0 where it was set."""
     code = (
         f"{{ .reg .pred p; .reg .b32 a,b; setp.lt.u32 p, $2, {size}; {WORD_AND_BIT} shl.b32 b, 1, b; mov.b32 $0, 0; "

@@ -50,9 +50,7 @@ class Ahead(hopper_wide_compute.Ahead):
 class Frame(packed.Frame):
     """A thread's places."""
 
-    def ahead(self, members, parity, t, it):
-        """`Ahead` of tile ``it``, which is tile ``t`` of its task, None for the first."""
-        return Ahead(self, members, parity, t, it)
+    AHEAD = Ahead
 
 
 class Guide(hopper_wide_load.Guide):
@@ -74,9 +72,9 @@ class Guide(hopper_wide_load.Guide):
         a, b, _, keys = indices
         end = self.end_of(keys)
         found, listed = [], [[], []]
-        for half, entry in enumerate((a, b)):
+        for half, (entry, may) in enumerate(((a, Int32(1)), (b, self.also))):
             k = self.lane + 32 * half
-            valid = ptx.less(k, keys)
+            valid = may & ptx.less(k, keys)
             other = ptx.pick32(ptx.less(k, end), k, Int32(-1))
             found.append(ptx.pick32(valid, entry & place.ROW_BITS, other))
             for member, bit in enumerate(place.MEMBERS):

@@ -38,7 +38,7 @@ RANGE = 16384  # rows of the workspace that a bitmap has; where there are more, 
 # Shared memory of a pair
 BITMAPS = 0  # [row] bit k: the row lists key k of the range
 BITMAP_BYTES = RANGE // 8
-LISTS = BITMAPS + 2 * BITMAP_BYTES  # [row][lane] entries, -1 where the lane has no key
+LISTS = BITMAPS + 2 * BITMAP_BYTES  # [row][lane] entries, `NO_KEY` where the lane has none
 LIST_BYTES = 4 * LANES_LIMIT
 MASKS = LISTS + 2 * LIST_BYTES  # [row][chunk] bit k: lane k of the chunk has a key
 MASK_BYTES = 4 * CHUNKS
@@ -150,7 +150,7 @@ class Pair:
                 inside = ptx.less(k - self.lane, both)
                 wasm.sts32_if(self.lists[row] + k * 4, entry, inside)
                 wasm.sts32_if(self.masks[row] + (k >> 5) * 4, mask, inside & ptx.equal(self.lane, Int32(0)))
-                twice = twice | masm.mark(self.bitmaps[row], entry, RANGE)
+                twice = twice | masm.mark_once(self.bitmaps[row], entry, RANGE)
             return [broken, twice]
 
         return self.chunks(row, some, [Int32(0)] * 2, AT_ONCE)
@@ -160,7 +160,7 @@ class Pair:
 
         def some(chunk, state):
             entry = ptx.lds32(self.lists[row] + (chunk * 32 + self.lane) * 4) & place.ROW_BITS
-            return [state[0] | masm.mark(self.bitmaps[row], entry - begin, RANGE)]
+            return [state[0] | masm.mark_once(self.bitmaps[row], entry - begin, RANGE)]
 
         return self.chunks(row, some, [Int32(0)])[0]
 

@@ -21,7 +21,7 @@ PAIR = 2  # rows
 GROUP = 8  # rows that ``rest`` computes together, where the keys of one of them are not finite
 MEMBERS = (1 << 28, 1 << 29)  # of an entry: whether the first row lists the key, whether the second does
 ROW_BITS = MEMBERS[0] - 1
-NO_KEY = 1 << 30  # an entry of a lane without a key, while lists are merged
+NO_KEY = 1 << 30  # an entry of a lane without a key, while lists are merged; its row is 0, of zeros, which is no key's
 
 
 class Work(wide.Work):

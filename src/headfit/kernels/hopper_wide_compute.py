@@ -39,9 +39,7 @@ class Ahead(packed.Ahead):
 class Frame(packed.Frame):
     """A thread's places."""
 
-    def ahead(self, members, parity, t, it):
-        """`Ahead` of tile ``it``, which is tile ``t`` of its task, None for the first."""
-        return Ahead(self, members, parity, t, it)
+    AHEAD = Ahead
 
 
 def run_task(f, tasks, i, state):
