@@ -14,7 +14,8 @@ from headfit import arch as archs
 from headfit import kernels
 from headfit.call import KeySet, SparseCall
 from headfit.doctor import doctor_command
-from headfit.kernels import configs, cubin, hopper, hopper_abi, hopper_build, hopper_wide, warmup
+from headfit.kernels import configs, cubin, hopper, hopper_abi, hopper_build, hopper_pairs, hopper_wide, warmup
+from headfit.kernels.hopper_build import Spec
 
 SMS = archs.named("sm_90").sms
 
@@ -583,6 +584,10 @@ def test_no_call_launches_a_binary_that_warmup_did_not_make_ready(h_q: int, sms:
                 assert set(hopper._planned(rows, h_q, topk, invariant, may, sms).specs) <= ready
 
 
+def every(h_q: int) -> list[Spec]:
+    return [spec for family in (hopper, hopper_wide, hopper_pairs) for spec in family.binaries(h_q)]
+
+
 def test_warmup_makes_ready_what_calls_may_launch(launched, monkeypatch) -> None:
     made: list[str] = []
     monkeypatch.setattr(hopper, "make_ready", lambda spec, device: made.append(spec.name))
@@ -597,10 +602,10 @@ def test_warmup_makes_ready_what_calls_may_launch(launched, monkeypatch) -> None
         assert len(launched) == 1  # ready already
         before = list(made)
         warmup._once_hopper(with_keys(a_call(1, device="cpu"), layout="v32"), done)
-        assert made == before == list(dict.fromkeys(s.name for s in (*hopper.binaries(20), *hopper_wide.binaries(20))))
+        assert made == before == list(dict.fromkeys(s.name for s in every(20)))
         warmup._once_hopper(a_call(1, h_q=64, topk=(16,), device="cpu"), done)
     assert len(made) == len(set(made))
-    assert set(made) >= {spec.name for spec in (*hopper.binaries(64), *hopper_wide.binaries(64))}
+    assert set(made) >= {spec.name for spec in every(64)}
     assert list(done) == [f"hopper {name}" for name in made]
     assert all(seconds >= 0 for seconds in done.values())
 
