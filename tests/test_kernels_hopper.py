@@ -317,9 +317,9 @@ def h200(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(cubin, "is_there", lambda: None)
     monkeypatch.setenv("HEADFIT_CACHE_DIR", str(tmp_path))
-    hopper._why_not_here.cache_clear()
+    hopper.why_missing.cache_clear()
     yield monkeypatch
-    hopper._why_not_here.cache_clear()
+    hopper.why_missing.cache_clear()
 
 
 def test_usable_with_a_compiler(h200) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -106,16 +106,12 @@ def available() -> str | None:
     found = torch.cuda.get_device_capability()
     if found != CHIP:
         return f"compute capability {found}, needs {CHIP}"
-    return _why_not_here()
-
-
-@functools.cache
-def _why_not_here() -> str | None:
     return cubin.is_there() or why_missing(SPECS)
 
 
-def why_missing(specs: Sequence[Spec]) -> str | None:
-    """Why some of ``specs`` are neither compiled nor to be compiled on this machine; None where all are."""
+@functools.cache
+def why_missing(specs: tuple[Spec, ...]) -> str | None:
+    """Why some of ``specs`` are neither compiled nor to be compiled on this machine; None where all are. Asked once."""
     missing = [spec.name for spec in specs if not hopper_build.in_cache(spec)]
     compiler = hopper_build.why_no_compiler() if missing else None
     return None if compiler is None else f"{', '.join(missing)}: not in {hopper_build.folder()}, and {compiler}"
@@ -123,11 +119,20 @@ def why_missing(specs: Sequence[Spec]) -> str | None:
 
 def unsupported(call: SparseCall) -> str | None:
     """Why this call cannot be taken, or None. The first call of a head tile compiles its binary where it has to."""
+    return first_reason(call, why_not_taken, lambda arch: plan(call, arch).specs)
+
+
+def first_reason(
+    call: SparseCall,
+    not_taken: Callable[[SparseCall], str | None],
+    specs: Callable[[archs.Arch], tuple[Spec, ...]],
+) -> str | None:
+    """Why a Hopper backend cannot take ``call``, or None: where it is, its form, then the binaries that it needs."""
     arch = archs.current(call.q.device)
-    reason = why_elsewhere(call, arch) or why_not_taken(call)
+    reason = why_elsewhere(call, arch) or not_taken(call)
     if reason is not None:
         return reason
-    return next((why for why in map(why_not_built, plan(call, arch).specs) if why is not None), None)
+    return next((why for why in map(why_not_built, specs(arch)) if why is not None), None)
 
 
 def why_elsewhere(call: SparseCall, arch: archs.Arch) -> str | None:

@@ -11,7 +11,6 @@ of a pair, never on the heads.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Final
 
@@ -47,20 +46,12 @@ class Plan:
 
 def available() -> str | None:
     """None where an SM90 is there, and the kernels are compiled or can be; else why not, with the remedy."""
-    return hopper_wide.available() or _why_not_here()
-
-
-@functools.cache
-def _why_not_here() -> str | None:
-    return hopper.why_missing(SPECS)
+    return hopper_wide.available() or hopper.why_missing(SPECS)
 
 
 def unsupported(call: SparseCall) -> str | None:
     """Why this call cannot be taken, or None. The first call compiles the binaries where it has to."""
-    reason = hopper.why_elsewhere(call, archs.current(call.q.device)) or why_not_taken(call)
-    if reason is not None:
-        return reason
-    return next((why for why in map(hopper.why_not_built, plan(call).specs) if why is not None), None)
+    return hopper.first_reason(call, why_not_taken, lambda arch: LAUNCHES)
 
 
 def why_not_taken(call: SparseCall) -> str | None:

@@ -62,20 +62,12 @@ class Plan:
 
 def available() -> str | None:
     """None where an SM90 is there, and the kernels are compiled or can be; else why not, with the remedy."""
-    return hopper.available() or _why_not_here()
-
-
-@functools.cache
-def _why_not_here() -> str | None:
-    return hopper.why_missing(SPECS)
+    return hopper.available() or hopper.why_missing(SPECS)
 
 
 def unsupported(call: SparseCall) -> str | None:
     """Why this call cannot be taken, or None. The first call compiles the binaries where it has to."""
-    reason = hopper.why_elsewhere(call, archs.current(call.q.device)) or why_not_taken(call)
-    if reason is not None:
-        return reason
-    return next((why for why in map(hopper.why_not_built, plan(call).specs) if why is not None), None)
+    return hopper.first_reason(call, why_not_taken, lambda arch: plan(call).specs)
 
 
 def why_not_taken(call: SparseCall) -> str | None:
