@@ -22,6 +22,7 @@ class Backend:
     """A kernel family: where its code is and what makes it usable.
 
     ``automatic`` False: ``backend=None`` never chooses it, because its numbers are not within the contract.
+    ``rounded_sum``: it may divide by the sum of the weights as rounded to bf16, which the conformance suite allows for.
     """
 
     name: str
@@ -29,15 +30,17 @@ class Backend:
     device_types: tuple[str, ...]
     install_hint: str
     automatic: bool = True
+    rounded_sum: bool = False
 
 
+_HOPPER_HINT = "pip install 'headfit[hopper]', on an SM90"
 REGISTRY: dict[str, Backend] = {
     b.name: b
     for b in (  # order of preference
-        Backend("hopper", "headfit.kernels.hopper", ("cuda",), "pip install 'headfit[hopper]', on an SM90"),
+        Backend("hopper", "headfit.kernels.hopper", ("cuda",), _HOPPER_HINT, rounded_sum=True),
         Backend("triton", "headfit.kernels.triton", ("cuda", "cpu"), "pip install 'headfit[triton]', on an NVIDIA GPU"),
-        Backend("hopper_wide", "headfit.kernels.hopper_wide", ("cuda",), "pip install 'headfit[hopper]', on an SM90"),
-        Backend("hopper_pairs", "headfit.kernels.hopper_pairs", ("cuda",), "pip install 'headfit[hopper]', on an SM90"),
+        Backend("hopper_wide", "headfit.kernels.hopper_wide", ("cuda",), _HOPPER_HINT, rounded_sum=True),
+        Backend("hopper_pairs", "headfit.kernels.hopper_pairs", ("cuda",), _HOPPER_HINT, rounded_sum=True),
         Backend("flashmla", "headfit.kernels.flashmla", ("cuda",), "pip install vllm, or sgl-flash-mla, on an SM90"),
         Backend(
             "flashinfer", "headfit.kernels.flashinfer", ("cuda",), "pip install flashinfer-python, on an SM12x", False

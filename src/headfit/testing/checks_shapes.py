@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from headfit import kernels
 from headfit.testing.calls import CallSpec
 from headfit.testing.compare import require, require_accurate, require_equal, require_same_bits
 from headfit.testing.draws import FULL, SMALL, RandomDraw, draw_spec
@@ -26,8 +27,11 @@ def hold(setup: Setup, spec: CallSpec) -> None:
 def _hold(setup: Setup, spec: CallSpec) -> None:
     call = setup.build(spec)
     result = call.run(setup.backend)
+    normal, rounded_sum = spec.data == "normal", kernels.REGISTRY[setup.backend].rounded_sum
     try:
-        require_accurate(result.out, result.lse, result.max_logits, call.truth(), normal=spec.data == "normal")
+        require_accurate(
+            result.out, result.lse, result.max_logits, call.truth(), normal=normal, rounded_sum=rounded_sum
+        )
     except AssertionError as failure:
         raise type(failure)(f"{call.spec}\n  {failure}") from None
     if spec.out:
